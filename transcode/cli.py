@@ -1,0 +1,219 @@
+"""The command line: arguments in, one call, a message out. Heavy imports stand inside commands.
+
+Exit codes: 0 done and proved; 1 cannot; 2 usage; 3 a difference, or WRONG or FAILS; 4 refused
+because it would lose something; 130 interrupted. Results go to stdout, progress and warnings to
+stderr.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import click
+
+from transcode import __version__
+from transcode.errors import TranscodeError
+
+UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
+
+
+class Size(click.ParamType[int]):
+    """A size such as 5GB or 500MB, in bytes."""
+
+    name = "size"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
+        """Parse a size; a usage error if it is none."""
+        if isinstance(value, int):
+            return value
+        text = str(value).strip().upper().removesuffix("B")
+        number, unit = (text[:-1], text[-1]) if text[-1:] in UNITS else (text, "")
+        try:
+            size = int(float(number) * UNITS[unit])
+        except (ValueError, OverflowError):
+            size = 0
+        if size < 1:
+            self.fail(f"{value!r} is no size such as 5GB", param, ctx)
+        return size
+
+
+@contextmanager
+def reporting(as_json: bool) -> Iterator[None]:
+    """Turn every error that is a user's into one line and an exit code."""
+    try:
+        yield
+    except TranscodeError as error:
+        _fail(str(error), error.exit_code, as_json)
+    except KeyboardInterrupt:
+        _fail("interrupted; the same command goes on where this one stopped", 130, as_json)
+    except OSError as error:
+        _fail(f"{error.filename or 'I/O'}: {error.strerror or error}", 1, as_json)
+
+
+def _fail(message: str, code: int, as_json: bool) -> None:
+    click.echo(f"transcode: {' '.join(message.split())}", err=True)
+    if as_json:
+        click.echo(json.dumps({"error": message, "exit_code": code}, indent=2))
+    sys.exit(code)
+
+
+SRC = click.argument("src", type=click.Path(path_type=Path))
+DST = click.argument("dst", type=click.Path(path_type=Path))
+JSON = click.option("--json", "as_json", is_flag=True, help="Print one JSON object on stdout.")
+DEVICE = click.option(
+    "--device", type=click.Choice(["auto", "cpu", "cuda"]), default="auto", show_default=True,
+    help="Where weights are packed.",
+)  # fmt: skip
+
+
+@click.group(context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(__version__, prog_name="transcode")
+def main() -> None:
+    """Re-pack quantised LLM checkpoints, offline and proved, for the kernels that serve them."""
+
+
+@main.command()
+@click.option("--to", "target", required=True, metavar="LAYOUT", help="See `transcode layouts`.")
+@SRC
+@DST
+@click.option(
+    "--dtype",
+    type=click.Choice(["bfloat16", "float16"]),
+    help="The activations' dtype.  [default: the config's]",
+)
+@DEVICE
+@click.option(
+    "--unify",
+    type=click.Choice(["fold", "rescale", "none"]),
+    default="fold",
+    show_default=True,
+    help="What to do where a fusion group's global scales differ.",
+)
+@click.option("--exact", is_flag=True, help="Refuse (exit 4) to round or flush any scale.")
+@click.option(
+    "--tp",
+    type=click.IntRange(1, 64),
+    default=1,
+    show_default=True,
+    help="Pad experts so that this many ranks, and its divisors, get whole tiles.",
+)
+@click.option("--dry-run", is_flag=True, help="Print the plan; nothing is written.")
+@click.option("--overwrite", is_flag=True, help="Replace DST once the new one is complete.")
+@click.option("--shard-size", type=Size(), default="5GB", show_default=True)
+@JSON
+def convert(
+    target: str,
+    src: Path,
+    dst: Path,
+    dtype: str | None,
+    device: str,
+    unify: str,
+    exact: bool,
+    tp: int,
+    dry_run: bool,
+    overwrite: bool,
+    shard_size: int,
+    as_json: bool,
+) -> None:
+    """Re-pack SRC into DST for a kernel, and prove every tensor."""
+    with reporting(as_json):
+        from transcode import catalog
+        from transcode import convert as line
+        from transcode.checkpoint import Checkpoint
+        from transcode.config import refuse_packed
+        from transcode.destination import guard
+        from transcode.dryrun import describe, outline
+        from transcode.report import table
+
+        layout = catalog.layout(target)
+        guard(src, dst, overwrite=overwrite)
+        checkpoint = Checkpoint.open(src)
+        refuse_packed(checkpoint)
+        options = line.options_for(checkpoint, layout, dtype, unify, exact, tp, shard_size)
+        plan = line.plan_for(checkpoint, options)
+        if dry_run:
+            click.echo(json.dumps(outline(plan), indent=2) if as_json else describe(plan))
+            return
+        done = line.convert(
+            src, dst, checkpoint, plan, line.device_for(device), overwrite=overwrite
+        )
+        for note in done["notes"]:
+            click.echo(f"transcode: {note}", err=True)
+        click.echo(json.dumps(done, indent=2) if as_json else table(done))
+
+
+@main.command()
+@SRC
+@DST
+@DEVICE
+@JSON
+def verify(src: Path, dst: Path, device: str, as_json: bool) -> None:
+    """Prove DST against SRC, reading both from disk."""
+    with reporting(as_json):
+        from transcode.convert import device_for
+        from transcode.verify import verify as differences
+
+        found = list(differences(src, dst, device_for(device)))
+        if as_json:
+            click.echo(json.dumps({"equal": not found, "differences": found}, indent=2))
+        else:
+            click.echo("\n".join(found) or f"{dst} means what {src} means: every tensor proved")
+        if found:
+            sys.exit(3)
+
+
+@main.command()
+@SRC
+@click.option("--for", "runtime", type=click.Choice(["vllm", "sglang"]), help="Judge for one only.")
+@JSON
+def check(src: Path, runtime: str | None, as_json: bool) -> None:
+    """Say whether SRC loads, where, and what would be silently wrong."""
+    with reporting(as_json):
+        from transcode.check import LEVELS, examine
+
+        findings = examine(src, runtime)
+        if as_json:
+            click.echo(json.dumps({"findings": [f.as_dict() for f in findings]}, indent=2))
+        else:
+            for finding in findings:
+                click.echo(str(finding))
+            counts = ", ".join(f"{sum(f.level == n for f in findings)} {n}" for n in LEVELS)
+            click.echo(f"{src}: {counts}")
+        if any(f.level in ("WRONG", "FAILS") for f in findings):
+            sys.exit(3)
+
+
+@main.command()
+@SRC
+@JSON
+def inspect(src: Path, as_json: bool) -> None:
+    """Say what is in SRC: encodings by module group, sizes, oddities."""
+    with reporting(as_json):
+        from transcode.inspect import inspect as look
+        from transcode.inspect import table
+
+        seen = look(src)
+        click.echo(json.dumps(seen, indent=2) if as_json else table(seen))
+
+
+@main.command()
+def formats() -> None:
+    """List what can be read: one line each."""
+    from transcode.catalog import formats as known
+
+    for format_ in known():
+        click.echo(f"{format_.name:26} read        {format_.title}")
+
+
+@main.command()
+def layouts() -> None:
+    """List what can be packed, and what loads it: one line each."""
+    from transcode.catalog import layouts as known
+
+    for layout in known().values():
+        click.echo(f"{layout.name:26} from {layout.encoding:6} {layout.title}")

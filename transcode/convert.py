@@ -1,0 +1,164 @@
+"""The straight line: open, plan, unify, settle, pack and prove, write, report."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from tqdm import tqdm
+
+from transcode import __version__
+from transcode.checkpoint import Checkpoint, Reader, reader
+from transcode.config import activation_dtype, quantization_config, target_config
+from transcode.destination import (
+    EXPERT_INDEX,
+    REPORT,
+    begin,
+    copy_companions,
+    copy_range,
+    finish,
+    guard,
+    identity,
+    index_of,
+    room_for,
+    write_at,
+    write_json,
+    write_shard,
+)
+from transcode.errors import LayoutError, LossError
+from transcode.files import INDEX
+from transcode.pack import Job, bias, pieces, raw_bytes
+from transcode.plan import Options, OutputShard, Plan, make
+from transcode.recognise import recognise, require_nvfp4
+from transcode.report import report
+from transcode.settle import Settled, settle
+from transcode.spec import Layout
+from transcode.unify import unify
+
+
+def plan_for(checkpoint: Checkpoint, options: Options) -> Plan:
+    """From an opened checkpoint to the plan; raises whatever makes it unusable."""
+    checkpoint.require_sound()
+    recognised = recognise(checkpoint)
+    require_nvfp4(checkpoint, recognised)
+    return make(checkpoint, recognised.modules, options)
+
+
+def options_for(
+    checkpoint: Checkpoint,
+    layout: Layout,
+    dtype: str | None,
+    unify: str,
+    exact: bool,
+    tp: int,
+    size: int,
+) -> Options:
+    """The user's options, with the config's dtype where none was given."""
+    return Options(layout, dtype or activation_dtype(checkpoint), unify, exact, tp, size)
+
+
+def decide(checkpoint: Checkpoint, plan: Plan, read: Reader, device: torch.device) -> Job:
+    """The first pass: all scalars, then all block scales; every refusal comes before any output."""
+    unified = unify(checkpoint, plan, read)
+    settled = dict[str, Settled]()
+    for stack in tqdm(plan.stacks, desc="scales", unit="stack", disable=None, leave=False):
+        settled[stack.name] = settle(stack, unified, plan.options, read)
+    job = Job(plan, unified, settled, read, device)
+    if plan.options.exact and (rounded := inexact_biases(job)):
+        raise LossError(f"{rounded[0]}.bias is not exact in {plan.options.dtype}")
+    return job
+
+
+def inexact_biases(job: Job) -> list[str]:
+    """The packed modules whose bias is rounded to the activation dtype."""
+    modules = [m for s in job.plan.stacks for g in s.groups for m in g if "bias" in m.leaves]
+    return [
+        m.name for m in modules if not bias(m, job.plan.options.dtype, job.unified, job.read)[1]
+    ]
+
+
+def convert(
+    source: Path,
+    target: Path,
+    checkpoint: Checkpoint,
+    plan: Plan,
+    device: torch.device,
+    *,
+    overwrite: bool,
+) -> dict[str, Any]:
+    """Write DST and return its Report; on an error what is finished stays in `DST.partial`."""
+    guard(source, target, overwrite=overwrite)
+    with reader() as read:
+        job = decide(checkpoint, plan, read, device)
+        place = begin(target, identity(checkpoint, plan, __version__))
+        todo = [shard for shard in plan.shards if not (place / shard.name).is_file()]
+        room_for(place, sum(shard.nbytes for shard in todo))
+        with tqdm(total=plan.nbytes, unit="B", unit_scale=True, disable=None, leave=False) as bar:
+            bar.update(plan.nbytes - sum(shard.nbytes for shard in todo))
+            for shard in todo:
+                _write(place, shard, job, bar)
+        done = _accompany(checkpoint, place, job)
+        checkpoint.require_unchanged()
+    finish(place, target)
+    return done
+
+
+def _write(place: Path, shard: OutputShard, job: Job, bar: Any) -> None:
+    def fill(fd: int, index: int, start: int) -> None:
+        output = shard.outputs[index]
+        if output.source is not None and output.name not in job.unified.scaled:
+            copy_range(output.source, job.read.file(output.source), fd, start)
+            bar.update(output.nbytes)
+            return
+        for piece in pieces(output, job):
+            data = raw_bytes(piece)
+            write_at(fd, memoryview(data.numpy()), start)  # type: ignore[arg-type]
+            start += data.numel()
+            bar.update(data.numel())
+
+    write_shard(place, shard, metadata_of(shard, job.plan), fill)
+
+
+def metadata_of(shard: OutputShard, plan: Plan) -> dict[str, str]:
+    """A shard's header metadata: what layout its packed tensors are in."""
+    layout = plan.options.layout
+    packed = any(o.stack for o in shard.outputs)
+    mine = {"transcode.layout": f"{layout.name} {layout.version}"} if packed else {}
+    return {"format": "pt", **mine}
+
+
+def _accompany(checkpoint: Checkpoint, place: Path, job: Job) -> dict[str, Any]:
+    """Everything but weights; the Report comes last."""
+    companions = copy_companions(checkpoint, place)
+    for name, entries in indexes(job.plan).items():
+        write_json(place / name, entries)
+    quantization = quantization_config(checkpoint, job)
+    write_json(place / "config.json", target_config(checkpoint, quantization))
+    done = report(checkpoint, job, quantization, companions, inexact_biases(job))
+    write_json(place / REPORT, done)
+    return done
+
+
+def indexes(plan: Plan) -> dict[str, Mapping[str, Any]]:
+    """The stock index, which knows no packed experts, and the index of those."""
+    plain = [s for s in plan.shards if not is_experts(s)]
+    return {
+        INDEX: index_of(plain),
+        EXPERT_INDEX: index_of([s for s in plan.shards if is_experts(s)]),
+    }
+
+
+def is_experts(shard: OutputShard) -> bool:
+    """Whether a shard holds fused experts, which no stock loader may touch."""
+    return any(o.stack is not None and bool(o.stack.fused) for o in shard.outputs)
+
+
+def device_for(name: str) -> torch.device:
+    """`auto` is the GPU where there is one; LayoutError for a GPU that is not there."""
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if name == "cuda" and not torch.cuda.is_available():
+        raise LayoutError("--device cuda: no GPU that torch can use")
+    return torch.device(name)

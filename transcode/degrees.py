@@ -1,0 +1,66 @@
+"""Tensor-parallel degrees that a packed file serves: every rank's slice must be whole tiles."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from transcode.plan import Plan, Stack
+from transcode.spec import Layout
+
+HIGHEST = 64
+
+COLUMNS = (
+    "q_proj", "k_proj", "v_proj", "qkv_proj", "gate_proj", "up_proj", "gate_up_proj", "w1", "w3",
+    "q_b_proj", "kv_b_proj", "in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "in_proj_qkvz",
+    "in_proj_ba", "in_proj", "wq_b", "lm_head",
+)  # fmt: skip
+ROWS = ("o_proj", "down_proj", "w2", "out_proj", "wo_b")
+REPLICATED = ("q_a_proj", "kv_a_proj_with_mqa", "wq_a", "wkv")
+"""How runtimes split a dense linear, by its name; one that is not listed must fit both ways."""
+
+
+def degrees(plan: Plan, config: Mapping[str, Any]) -> list[int]:
+    """Every degree up to HIGHEST that divides the heads and cuts all packed tensors at tiles."""
+    heads = config.get("num_attention_heads")
+    return [
+        d
+        for d in range(1, HIGHEST + 1)
+        if (not isinstance(heads, int) or heads % d == 0)
+        and all(_serves(plan.options.layout, stack, d, config) for stack in plan.stacks)
+    ]
+
+
+def _serves(layout: Layout, stack: Stack, d: int, config: Mapping[str, Any]) -> bool:
+    rows, k = stack.padded.rows, stack.padded.k
+    if d == 1:
+        return True
+    if stack.fused == "w13":
+        return rows[0] % d == 0 and _tiles(layout, [n // d for n in rows], k)
+    if stack.fused == "w2":
+        return k % d == 0 and _tiles(layout, rows, k // d)
+    logical = [m.shape for m in stack.groups[0]]
+    unpadded = stack.padded.whole and all(
+        shape == (n, k) for shape, n in zip(logical, rows, strict=True)
+    )
+    roles = stack.roles()
+    if all(role in REPLICATED for role in roles):
+        return True
+    columns = all(role in COLUMNS for role in roles)
+    down = all(role in ROWS for role in roles)
+    parts = [_part(n, d, role, config) for n, role in zip(rows, roles, strict=True)]
+    by_columns = all(parts) and _tiles(layout, parts, k)
+    by_rows = k % d == 0 and (k // d) % 16 == 0 and _tiles(layout, rows, k // d)
+    return unpadded and (by_columns or down) and (by_rows or columns)
+
+
+def _part(n: int, d: int, role: str, config: Mapping[str, Any]) -> int:
+    """A rank's rows; key and value heads are replicated where there are fewer than ranks."""
+    kv = config.get("num_key_value_heads")
+    if role in ("k_proj", "v_proj") and isinstance(kv, int) and kv and d > kv:
+        return n // kv if d % kv == 0 and n % kv == 0 else 0
+    return n // d if n % d == 0 else 0
+
+
+def _tiles(layout: Layout, rows: list[int] | tuple[int, ...], k: int) -> bool:
+    return all(n % 64 == 0 for n in rows) and layout.serves(sum(rows), k)

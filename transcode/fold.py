@@ -1,0 +1,120 @@
+"""Whether up's factor may move into down: `down(act(gate) * up)` is linear in up.
+
+With gate's global scale kept for both halves, up comes out g_gate / g_up times too large, so down's
+scale takes the factor g_up / g_gate and its input scale the inverse. No code and no block scale
+changes. The function is preserved, the matrices up and down are not: LoRA adapters for them need
+`rescale`.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from transcode.checkpoint import Checkpoint, Reader
+from transcode.header import TensorInfo
+from transcode.names import address, family
+from transcode.quant import Encoding
+from transcode.recognise import Module
+
+BREAKS = re.compile(r"swiglu_limit|swiglu_alpha|swiglu_beta|situ|clamp")
+"""Config keys that put something between the projections that is not linear in up."""
+
+LINEAR = re.compile(r"silu|swish|gelu\w*|(fast|quick)_gelu")
+"""Activations of gated MLPs: whatever they do to gate, up is only multiplied."""
+
+
+def normed(checkpoint: Checkpoint) -> frozenset[str]:
+    """The modules that have a norm of their own, such as BitNet's `ffn_sub_norm` inside an MLP."""
+    modules = {name.rpartition(".")[0].rpartition(".") for name in checkpoint.tensors}
+    return frozenset(parent for parent, _, leaf in modules if "norm" in leaf)
+
+
+def refusal(
+    checkpoint: Checkpoint,
+    inner_norms: frozenset[str],
+    read: Reader,
+    up: Module,
+    down: Module | None,
+    ratio: float,
+) -> str:
+    """Why up's factor `ratio = g_up / g_gate` cannot move into down, or "" if it can."""
+    config = checkpoint.text_config
+    if not family(config.get("model_type")).foldable:
+        return f"model_type {config.get('model_type')!r} is not on the checked list"
+    activation = str(config.get("hidden_act") or config.get("hidden_activation"))
+    if not LINEAR.fullmatch(activation):
+        return f"the activation is {activation}"
+    if key := next(_breaking(checkpoint, up), ""):
+        return f"the config sets {key}"
+    if up.name.rpartition(".")[0] in inner_norms:
+        return "a norm may stand between the product and down"
+    if down is None:
+        return "there is no down"
+    if down.encoding in (Encoding.UNQUANTISED, Encoding.NVFP4_32):
+        return f"{down.name} is {down.encoding}: no scale that takes the factor"
+    if not math.isfinite(ratio) or ratio <= 0:
+        return f"the ratio is {ratio:g}"
+    for info, factor in changes(up, down, ratio):
+        if not _takes(read.tensor(info), info, factor):
+            return f"{info} cannot take the factor {factor:.9g}"
+    return ""
+
+
+def changes(up: Module, down: Module, ratio: float) -> Iterator[tuple[TensorInfo, float]]:
+    """The tensors that change with the fold and their factors, but for packed global scales."""
+    if "bias" in up.leaves:
+        yield up.leaf("bias"), 1 / ratio
+    if down.encoding is Encoding.NVFP4:
+        return
+    name = next(s for s in ("weight_scale", "weight_scale_inv", "scale") if s in down.leaves)
+    yield down.leaf(name), ratio
+    if "input_scale" in down.leaves:
+        yield down.leaf("input_scale"), 1 / ratio
+
+
+def scaled(value: Tensor, info: TensorInfo, factor: float) -> Tensor:
+    """A scale or bias times a factor; E8M0 (F8_E8M0, or U8) takes a power of two as an exponent."""
+    if info.dtype in ("F8_E8M0", "U8"):
+        exponent = value.view(torch.uint8).int() + round(math.log2(factor))
+        return exponent.to(torch.uint8).view(value.dtype)
+    return (value.double() * factor).to(value.dtype)
+
+
+def _takes(value: Tensor, info: TensorInfo, factor: float) -> bool:
+    power = math.frexp(factor)[0] == 0.5
+    if info.dtype in ("F8_E8M0", "U8"):
+        if not power:
+            return False
+        exponent = value.view(torch.uint8).int() + round(math.log2(factor))
+        return bool(((exponent >= 0) & (exponent <= 254)).all())
+    if info.dtype == "F32" and not info.name.endswith(".bias"):
+        result = scaled(value, info, factor)
+        return bool(torch.isfinite(result).all() and ((result != 0) == (value != 0)).all())
+    return power and torch.equal(scaled(value, info, factor).double(), value.double() * factor)
+
+
+def _breaking(checkpoint: Checkpoint, up: Module) -> Iterator[str]:
+    """Keys that are set for this kind of MLP and this layer, in the config and its text_config."""
+    where = address(up.name)
+    shared = "shared" in where.parent
+    for config in (checkpoint.config, checkpoint.text_config):
+        for key, value in config.items():
+            if not BREAKS.search(key):
+                continue
+            twin = f"{key}_shared" in config
+            applies = shared if "shared" in key else not (shared and twin)
+            if applies and _set(value, where.layer):
+                yield key
+
+
+def _set(value: Any, layer: int | None) -> bool:
+    """Whether a value, or its entry for the layer, asks for something."""
+    if isinstance(value, list) and layer is not None and layer < len(value):
+        value = value[layer]
+    return bool(value)

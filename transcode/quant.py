@@ -1,0 +1,68 @@
+"""What a quantised weight means: codes, the scales over blocks of them, and one factor over all."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+import torch
+from torch import Tensor
+
+E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+"""The magnitudes of the eight 4-bit codes (OCP Microscaling Formats 1.0); bit 3 is the sign."""
+
+
+class Encoding(StrEnum):
+    """How a module's numbers are stored."""
+
+    NVFP4 = "nvfp4"  # E2M1, one E4M3 scale for 16 along K, one F32 factor
+    NVFP4_32 = "nvfp4-32"  # the same with blocks of 32: ModelOpt's W4A8_NVFP4_FP8
+    MXFP4 = "mxfp4"  # E2M1, one E8M0 scale for 32 along K
+    MXFP8 = "mxfp8"  # E4M3, one E8M0 scale for 32 along K
+    FP8_TENSOR = "fp8-tensor"  # E4M3, one scale
+    FP8_CHANNEL = "fp8-channel"  # E4M3, one scale a row
+    FP8_BLOCK = "fp8-block"  # E4M3, one scale a tile
+    INT4 = "int4"  # compressed-tensors pack-quantized
+    UNQUANTISED = "unquantised"
+
+
+@dataclass(frozen=True, eq=False)
+class QuantTensor:
+    """A matrix `[N, K]` in NVFP4: `value = code * (scale * global_scale)`.
+
+    codes: `[N, K/2]` uint8, two E2M1 codes a byte, the even column in the low nibble; -0 occurs.
+    scales: `[N, K/16]` float8_e4m3fn, one for 16 columns, in row order, unpadded, unswizzled.
+    global_scale: `[]` float32, a factor (never its reciprocal).
+    """
+
+    codes: Tensor
+    scales: Tensor
+    global_scale: Tensor
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """The logical shape `(N, K)`."""
+        return self.codes.shape[0], self.codes.shape[1] * 2
+
+    def dequantize(self) -> Tensor:
+        """`[N, K]` float32, the definition of meaning for the whole program.
+
+        The two scales are multiplied first and rounded once, as ModelOpt's decoder does. A matrix
+        whose global scale is 0 is zero, whatever its scales say (ModelOpt writes NaN there).
+        """
+        if self.global_scale == 0:
+            return torch.zeros(self.shape)
+        code = unpack_nibbles(self.codes)
+        value = torch.tensor(E2M1)[(code & 7).int()] * torch.where(code < 8, 1.0, -1.0)
+        scale = self.scales.float() * self.global_scale
+        return value * scale.repeat_interleave(16, -1)
+
+
+def unpack_nibbles(codes: Tensor) -> Tensor:
+    """`[..., K/2]` uint8, the even column in the low nibble, to `[..., K]`, one code a byte."""
+    return torch.stack((codes & 0xF, codes >> 4), -1).flatten(-2)
+
+
+def pack_nibbles(codes: Tensor) -> Tensor:
+    """`[..., K]`, one code a byte, to `[..., K/2]` uint8, the even column in the low nibble."""
+    return codes[..., ::2] | codes[..., 1::2] << 4

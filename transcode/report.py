@@ -1,0 +1,151 @@
+"""The Report: what was proved, stack by stack; a JSON object beside the weights, and a table.
+
+It holds no time, host, user or absolute path: the same source and options give the same bytes.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict
+from typing import Any
+
+import torch
+
+from transcode import __version__
+from transcode.checkpoint import Checkpoint
+from transcode.pack import Job
+from transcode.plan import Stack
+from transcode.recognise import disagreements
+from transcode.settle import Settled, norm_share
+from transcode.unify import Decision
+
+COMPLETE = "complete"
+
+
+def report(
+    checkpoint: Checkpoint,
+    job: Job,
+    quantization: Mapping[str, Any],
+    companions: Sequence[str],
+    rounded_biases: Sequence[str],
+) -> dict[str, Any]:
+    """The Report of a conversion that was proved from end to end."""
+    plan = job.plan
+    outputs = list(plan.outputs())
+    carried = [o for o in outputs if o.stack is None and o.name not in job.unified.scaled]
+    return {
+        "status": COMPLETE,
+        "versions": {"transcode": __version__, "torch": torch.__version__},
+        "layout": f"{plan.options.layout.name} {plan.options.layout.version}",
+        "activation_dtype": plan.options.dtype,
+        "options": {**quantization["options"], "shard_size": plan.options.shard_size},
+        "tp": quantization["tp"],
+        "source": checkpoint.fingerprint(),
+        "stacks": [_stack(stack, job) for stack in plan.stacks],
+        "scaled": {n: f for n, f in job.unified.scaled.items() if n in checkpoint.tensors},
+        "rounded_biases": list(rounded_biases),
+        "carried": {
+            "tensors": len(carried),
+            "bytes": sum(o.nbytes for o in carried),
+            "encodings": dict(Counter(str(m.encoding) for m in plan.modules.values())),
+        },
+        "companions": list(companions),
+        "left_out": [asdict(entry) for entry in checkpoint.left_out],
+        "notes": [*notes(checkpoint, job)],
+    }
+
+
+def notes(checkpoint: Checkpoint, job: Job) -> Iterator[str]:
+    """What a user should know: oddities of the source, and what a fold means."""
+    yield from checkpoint.notes
+    yield from disagreements(checkpoint, job.plan.modules)
+    yield from job.unified.warnings
+    if any(d.how == "fold" for d in job.unified.decisions):
+        yield (
+            "folded: the function is preserved, the matrices up and down are not; "
+            "LoRA adapters for them need --unify rescale"
+        )
+    for stack in job.plan.stacks:
+        if not stack.padded.whole and len(stack.groups[0]) > 1:
+            yield f"{stack.name}: padded as a whole, its members cannot be split"
+
+
+def _stack(stack: Stack, job: Job) -> dict[str, Any]:
+    settled = job.settled[stack.name]
+    rows = [m.shape[0] for m in stack.groups[0]]
+    decisions = [d for d in job.unified.decisions if d.stack == stack.name]
+    proved = "equal but for those flushed" if settled.flushes else "value-equal"
+    return {
+        "name": stack.name,
+        "members": list(stack.roles()),
+        "experts": len(stack.groups) if stack.fused else None,
+        "proved": {"codes": "bit-equal after unpacking", "scales": proved},
+        "size": [rows, stack.groups[0][0].shape[1]],
+        "padded": [list(stack.padded.rows), stack.padded.k],
+        "unified": [asdict(d) for d in decisions],
+        "lift": settled.lift.tolist() if settled.lifts != "one" else float(settled.lift[0]),
+        "lifts": settled.lifts,
+        "rounded_scales": settled.rounded,
+        "fallen_to_zero": settled.fallen,
+        "nan_over_zeros": settled.nan,
+        "zero_matrices": list(settled.zero),
+        "flushed": _flushed(settled),
+    }
+
+
+def _flushed(settled: Settled) -> dict[str, Any]:
+    """How many scales became zero, their share of the norm, and the bytes for the way back."""
+    return {
+        "count": sum(len(f.at) for f in settled.flushes),
+        "norm_share": norm_share(settled.flushes),
+        "scales": [{"module": f.module, "at": f.at, "bytes": f.bytes} for f in settled.flushes],
+    }
+
+
+def table(done: Mapping[str, Any]) -> str:
+    """The Report for a terminal: one line a stack, then totals and notes."""
+    rows: list[tuple[str, ...]] = [
+        ("stack", "size", "padded", "global scales", "lift", "flushed", "proved")
+    ]
+    rows += [_row(stack) for stack in done["stacks"]]
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    lines = [
+        "  ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)).rstrip() for row in rows
+    ]
+    carried = done["carried"]
+    lines.append("")
+    lines.append(f"carried byte for byte: {carried['tensors']} tensors, {carried['bytes']} bytes")
+    if done["scaled"]:
+        lines.append(f"scaled by a fold: {len(done['scaled'])} tensors")
+    lines += [f"left out: {e['name']} ({e['reason']})" for e in done["left_out"]]
+    lines += [f"note: {note}" for note in done["notes"]]
+    lines.append(f"{done['layout']}, {done['activation_dtype']}, tp {done['tp']}: {done['status']}")
+    return "\n".join(lines)
+
+
+def _row(stack: Mapping[str, Any]) -> tuple[str, ...]:
+    def size(rows: list[int], k: int) -> str:
+        return "+".join(str(n) for n in rows) + f" x {k}"
+
+    n, k = stack["size"]
+    pn, pk = stack["padded"]
+    experts = f"{stack['experts']} x " if stack["experts"] else ""
+    flushed = stack["flushed"]
+    lift = stack["lift"]
+    return (
+        stack["name"],
+        experts + size(n, k),
+        size(pn, pk) if (n, k) != (pn, pk) else "-",
+        _how([Decision(**d) for d in stack["unified"]]),
+        "per expert" if isinstance(lift, list) else f"{lift:g}",
+        f"{flushed['count']} ({flushed['norm_share']:.1e})" if flushed["count"] else "0",
+        "codes, scales",
+    )
+
+
+def _how(decisions: Sequence[Decision]) -> str:
+    if not decisions:
+        return "equal"
+    counts = Counter(d.how for d in decisions)
+    return ", ".join(f"{count} {how}" for how, count in sorted(counts.items()))

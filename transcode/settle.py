@@ -1,0 +1,184 @@
+"""Block scales of a stack, read once before any code: are they valid, and which lift fits them.
+
+Prepared scales are what is packed: the source's E4M3 scales, rounded again where `unify` says so,
++0 for -0, and zero where a block's value is zero whatever its scale says (a zero matrix; NaN over
+zeros).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from transcode.checkpoint import Reader
+from transcode.errors import FormatError, LossError
+from transcode.plan import Options, Stack
+from transcode.quant import E2M1, unpack_nibbles
+from transcode.recognise import Module
+from transcode.spec import Layout
+from transcode.unify import Unified
+
+BYTES = torch.arange(256).to(torch.uint8).view(torch.float8_e4m3fn).float()
+"""The value of every E4M3 byte."""
+
+
+@dataclass(frozen=True)
+class Flush:
+    """Non-zero block scales of one matrix that the kernel's bytes cannot hold.
+
+    at: flat indices into `[N, K/16]`.  bytes: the E4M3 bytes there, for the way back.
+    lost, norm: sums of squares of the flushed blocks' values and of the whole matrix.
+    """
+
+    module: str
+    at: tuple[int, ...]
+    bytes: tuple[int, ...]
+    lost: float
+    norm: float
+
+
+@dataclass(frozen=True)
+class Settled:
+    """What the scales of a stack say. g and lift: float32 `[E]`.
+
+    lifts: "one" for a lift shared by all groups, "per expert" where that flushes fewer scales.
+    rounded, fallen: block scales rounded again, and those of them that became zero.
+    nan: blocks of zeros whose scale was NaN.  zero: names of matrices that are zero.
+    """
+
+    g: Tensor
+    lift: Tensor
+    lifts: str
+    flushes: tuple[Flush, ...]
+    rounded: int
+    fallen: int
+    nan: int
+    zero: tuple[str, ...]
+    histograms: Tensor = field(repr=False)
+
+
+def prepare(module: Module, unified: Unified, read: Reader) -> Tensor:
+    """`[N, K/16]` float8_e4m3fn as it is packed; FormatError for scales that mean nothing.
+
+    Rounding again is to nearest even of `scale * (g_i / g)`: at most 1/17 of the value where the
+    result is normal, at most 2^-10 absolute where it is not.
+    """
+    assert module.format is not None
+    stored = read.tensor(module.leaf(module.format.scales))
+    if unified.scalars[module.name].zero:
+        return torch.zeros_like(stored.view(torch.uint8)).view(stored.dtype)
+    value = stored.float()
+    nan = value.isnan()
+    if nan.any():
+        _zeros_under(module, nan, read)
+        value = torch.where(nan, 0, value)
+    if (value < 0).any():
+        row, block = (value < 0).nonzero()[0].tolist()
+        raise FormatError(f"{module.name}: weight_scale is negative in row {row}, block {block}")
+    if module.name in unified.multiplier:
+        value = (value.double() * unified.multiplier[module.name]).float()
+    return value.abs().to(torch.float8_e4m3fn)
+
+
+def _zeros_under(module: Module, nan: Tensor, read: Reader) -> None:
+    """A NaN scale is allowed over a block of zeros only."""
+    assert module.format is not None
+    codes = unpack_nibbles(read.tensor(module.leaf(module.format.codes)))
+    used = (codes & 7).reshape(*nan.shape, 16).any(-1)
+    if (nan & used).any():
+        row, block = (nan & used).nonzero()[0].tolist()
+        raise FormatError(
+            f"{module.name}: weight_scale is NaN in row {row}, block {block}, over codes that are "
+            "not zero"
+        )
+
+
+def settle(stack: Stack, unified: Unified, options: Options, read: Reader) -> Settled:
+    """Read a stack's block scales and choose its lifts; with `--exact` a flush is a LossError."""
+    layout = options.layout
+    shape = (len(stack.groups), len(stack.groups[0]), 256)
+    histograms = torch.zeros(shape, dtype=torch.int64)
+    nan = rounded = fallen = 0
+    for e, group in enumerate(stack.groups):
+        for i, module in enumerate(group):
+            scales = prepare(module, unified, read)
+            histograms[e, i] = torch.bincount(
+                scales.view(torch.uint8).int().flatten(), minlength=256
+            )
+            if not unified.scalars[module.name].zero:
+                source = _histogram(module, read)
+                nan += int(source[[0x7F, 0xFF]].sum())
+            if module.name in unified.multiplier:
+                zeros = int(source[0x00] + source[0x80] + source[[0x7F, 0xFF]].sum())
+                rounded += int(scales.numel()) - zeros
+                fallen += int(histograms[e, i, 0]) - zeros
+    g = torch.stack([unified.g[group[0].name].reshape(()) for group in stack.groups])
+    lift, lifts = _lifts(layout, histograms, options.dtype)
+    flushes = [
+        _flush(layout, module, lift[e], unified, read)
+        for e, group in enumerate(stack.groups)
+        for i, module in enumerate(group)
+        if _count(layout, histograms[e, i], float(lift[e]))
+    ]
+    if flushes and options.exact:
+        raise LossError(
+            f"{flushes[0].module}: {len(flushes[0].at)} block scales are too small for "
+            f"{layout.name}, which would store zero; {len(flushes)} matrices in {stack.name}"
+        )
+    layout.pack_global(g, lift, options.dtype)
+    zero = [m.name for group in stack.groups for m in group if unified.scalars[m.name].zero]
+    return Settled(g, lift, lifts, tuple(flushes), rounded, fallen, nan, tuple(zero), histograms)
+
+
+def _histogram(module: Module, read: Reader) -> Tensor:
+    assert module.format is not None
+    raw = read.tensor(module.leaf(module.format.scales)).view(torch.uint8)
+    return torch.bincount(raw.int().flatten(), minlength=256)
+
+
+def _lifts(layout: Layout, histograms: Tensor, dtype: str) -> tuple[Tensor, str]:
+    """One lift for all groups, as vLLM takes it, unless one each flushes fewer scales."""
+    experts = len(histograms)
+    one = layout.lift(_largest(histograms), dtype)
+    lost = _count(layout, histograms, one)
+    if lost and experts > 1:
+        own = [layout.lift(_largest(h), "bfloat16") for h in histograms]
+        if sum(_count(layout, h, f) for h, f in zip(histograms, own, strict=True)) < lost:
+            return torch.tensor(own, dtype=torch.float32), "per expert"
+    return torch.full((experts,), one, dtype=torch.float32), "one"
+
+
+def _largest(histograms: Tensor) -> float:
+    present = histograms.reshape(-1, 256).sum(0) > 0
+    return float(torch.where(present, BYTES.nan_to_num(0), 0).max())
+
+
+def _count(layout: Layout, histograms: Tensor, lift: float) -> int:
+    lost = layout.flushed(BYTES.to(torch.float8_e4m3fn), lift)
+    return int(histograms.reshape(-1, 256).sum(0)[lost].sum())
+
+
+def _flush(layout: Layout, module: Module, lift: Tensor, unified: Unified, read: Reader) -> Flush:
+    assert module.format is not None
+    scales = prepare(module, unified, read)
+    lost = layout.flushed(scales, float(lift))
+    codes = unpack_nibbles(read.tensor(module.leaf(module.format.codes)))
+    magnitude = torch.tensor(E2M1, dtype=torch.float64)[(codes & 7).int()].reshape(*lost.shape, 16)
+    squares = (magnitude.square().sum(-1)) * scales.double().square()
+    at = lost.flatten().nonzero().flatten()
+    return Flush(
+        module.name,
+        tuple(at.tolist()),
+        tuple(scales.view(torch.uint8).flatten()[at].tolist()),
+        float(squares[lost].sum()),
+        float(squares.sum()),
+    )
+
+
+def norm_share(flushes: Sequence[Flush]) -> float:
+    """The share of the Frobenius norm of the matrices concerned that is lost."""
+    norm = sum(f.norm for f in flushes)
+    return float((sum(f.lost for f in flushes) / norm) ** 0.5) if norm else 0.0

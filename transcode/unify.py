@@ -1,0 +1,187 @@
+"""Global scales made right: one for every fusion group, decided from scalars alone.
+
+Where the members of a group differ, `fold` keeps gate's and moves up's factor into down, `rescale`
+takes the largest and rounds the others' block scales again, `none` refuses.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from transcode.checkpoint import Checkpoint, Reader
+from transcode.errors import FormatError, LossError
+from transcode.fold import changes, normed, refusal
+from transcode.names import address
+from transcode.plan import Plan, Stack, has_input_scale
+from transcode.recognise import Module
+
+
+@dataclass(frozen=True)
+class Scalars:
+    """A module's own scalars as stored, and its global scale as a factor; all float32 `[]`.
+
+    `factor` is 0 for a matrix that is zero whatever its codes say; never NaN, negative or infinite.
+    """
+
+    stored: Tensor
+    factor: Tensor
+    input: Tensor | None
+
+    @property
+    def zero(self) -> bool:
+        """Whether the matrix is zero."""
+        return bool(self.factor == 0)
+
+
+@dataclass(frozen=True)
+class Decision:
+    """What was done to one group whose members' global scales differ.
+
+    ratio: the largest factor between two members.  why: the reason why it was not folded.
+    """
+
+    stack: str
+    group: int
+    how: str
+    ratio: float
+    why: str
+
+
+@dataclass(frozen=True)
+class Unified:
+    """Global scales by module name, float32 `[]`, bit-equal inside a group.
+
+    multiplier: `g_i / g` for modules whose block scales must be rounded again, else absent.
+    scaled: factors of tensors that are carried or permuted but take part in a fold.
+    """
+
+    scalars: Mapping[str, Scalars]
+    g: Mapping[str, Tensor]
+    multiplier: Mapping[str, float]
+    scaled: Mapping[str, float]
+    decisions: tuple[Decision, ...]
+    warnings: tuple[str, ...]
+
+
+def read_scalars(module: Module, read: Reader) -> Scalars:
+    """A module's scalars; FormatError for a global scale that is NaN, negative or infinite."""
+    assert module.format is not None
+    info = module.leaf(module.format.global_scale)
+    stored = read.tensor(info).reshape(())
+    factor = module.format.factor(stored)
+    if not torch.isfinite(factor) or factor < 0:
+        raise FormatError(f"{info.name} is {stored.item():g}, a factor of {factor.item():g}")
+    given = module.leaves.get(module.format.input_scale)
+    return Scalars(stored, factor.abs(), read.tensor(given).reshape(()) if given else None)
+
+
+def unify(checkpoint: Checkpoint, plan: Plan, read: Reader) -> Unified:
+    """Decide every group; raises FormatError for invalid scalars, LossError where not allowed."""
+    modules = [m for stack in plan.stacks for group in stack.groups for m in group]
+    scalars = {m.name: read_scalars(m, read) for m in modules}
+    g = {name: s.factor for name, s in scalars.items()}
+    multiplier, scaled, folds = dict[str, float](), dict[str, float](), dict[str, float]()
+    decisions = list[Decision]()
+    inner_norms = normed(checkpoint)
+    for stack in plan.stacks:
+        for i, group in enumerate(stack.groups):
+            live = [m for m in group if not scalars[m.name].zero]
+            values = [float(scalars[m.name].factor) for m in live]
+            if len(set(values)) < 2:
+                g |= {m.name: scalars[live[0].name].factor for m in group if live}
+                continue
+            how, why, down = _how(checkpoint, plan, inner_norms, read, live, values)
+            decisions.append(Decision(stack.name, i, how, max(values) / min(values), why))
+            if how == "fold" and down:
+                ratio = values[1] / values[0]
+                scaled |= {t.name: factor for t, factor in changes(live[1], down, ratio)}
+                folds[down.name] = ratio
+                common = scalars[live[0].name].factor
+            else:
+                common = max((scalars[m.name].factor for m in live), key=float)
+                others = [m for m in live if scalars[m.name].factor != common]
+                multiplier |= {m.name: float(g[m.name]) / float(common) for m in others}
+            g |= {m.name: common for m in group}
+    for name in folds.keys() & g.keys():
+        g[name] = (g[name].double() * folds[name]).float()
+    _allowed(plan, decisions)
+    warnings = [*_warnings(modules, scalars)]
+    return Unified(scalars, g, multiplier, scaled, tuple(decisions), tuple(warnings))
+
+
+def _how(
+    checkpoint: Checkpoint,
+    plan: Plan,
+    inner_norms: frozenset[str],
+    read: Reader,
+    live: list[Module],
+    values: list[float],
+) -> tuple[str, str, Module | None]:
+    """(`fold` or `rescale`, why not folded, down) for a group whose members differ."""
+    if plan.options.unify != "fold":
+        return plan.options.unify, "as asked", None
+    if [address(m.name).projection for m in live] != ["gate", "up"]:
+        return "rescale", "not a gate and an up", None
+    down = down_of(live[1], plan.modules)
+    why = refusal(checkpoint, inner_norms, read, live[1], down, values[1] / values[0])
+    return ("rescale" if why else "fold"), why, down
+
+
+def down_of(up: Module, modules: Mapping[str, Module]) -> Module | None:
+    """The down projection that follows an up projection, in whatever encoding."""
+    stem, _, leaf = up.name.rpartition(".")
+    name = {"up_proj": "down_proj", "w3": "w2"}.get(leaf)
+    if name is not None:
+        return modules.get(f"{stem}.{name}")
+    container, _, projection = stem.rpartition(".")  # experts.up_proj.7
+    return modules.get(
+        f"{container}.{ {'up_proj': 'down_proj', 'w3': 'w2'}.get(projection) }.{leaf}"
+    )
+
+
+def _allowed(plan: Plan, decisions: list[Decision]) -> None:
+    if not decisions:
+        return
+    first, more = decisions[0], len(decisions) - 1
+    place = f"{first.stack}, group {first.group}" + (f" (and {more} more groups)" if more else "")
+    if plan.options.unify == "none":
+        raise LossError(
+            f"{place}: global scales differ {first.ratio:.4g}-fold, and --unify is none; "
+            "use --unify fold or --unify rescale"
+        )
+    rounded = [d for d in decisions if d.how == "rescale"]
+    if plan.options.exact and rounded:
+        raise LossError(
+            f"{rounded[0].stack}, group {rounded[0].group}: global scales differ "
+            f"{rounded[0].ratio:.4g}-fold and cannot be folded ({rounded[0].why}); rounding "
+            f"{len(rounded)} groups' block scales again is not exact"
+        )
+
+
+def _warnings(modules: list[Module], scalars: Mapping[str, Scalars]) -> Iterator[str]:
+    """Input scales that no runtime could use; Marlin does not need them."""
+    missing = [m.name for m in modules if not has_input_scale(m)]
+    if missing and len(missing) < len(modules):
+        yield f"{len(missing)} modules have no input scale, {missing[0]} among them (not used here)"
+    given = {name: float(s.input) for name, s in scalars.items() if s.input is not None}
+    wrong = [name for name, value in given.items() if not 0 < value < math.inf]
+    if wrong:
+        yield (
+            f"{len(wrong)} input scales are not finite and > 0, {wrong[0]}'s is "
+            f"{given[wrong[0]]:g} (not used here)"
+        )
+
+
+def spread(stack: Stack, scalars: Mapping[str, Scalars]) -> list[tuple[int, float]]:
+    """The groups of a stack whose members' global scales differ, with the largest ratio in each."""
+    found = list[tuple[int, float]]()
+    for i, group in enumerate(stack.groups):
+        values = [float(scalars[m.name].factor) for m in group if not scalars[m.name].zero]
+        if len(set(values)) > 1:
+            found.append((i, max(values) / min(values)))
+    return found

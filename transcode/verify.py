@@ -1,0 +1,186 @@
+"""Prove DST against SRC, both read from disk: everything is made again from SRC and DST's options.
+
+The Report is not believed. Packed weights are unpacked and compared with the source's codes; what
+has one right answer (scales, scalars, biases, carried tensors, configs) is compared byte by byte.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+from tqdm import tqdm
+
+from transcode.catalog import layout
+from transcode.checkpoint import Checkpoint, Reader, reader
+from transcode.config import METHOD, quantization_config, target_config
+from transcode.convert import decide, indexes, plan_for
+from transcode.destination import EXPERT_INDEX, MISLEADING, REPORT
+from transcode.errors import CheckpointError, FormatError
+from transcode.files import INDEX, read_json
+from transcode.header import TensorInfo, read_header
+from transcode.pack import Job, padded_codes, pieces, raw_bytes
+from transcode.plan import Kind, Options, Output, Plan
+from transcode.report import COMPLETE
+
+
+def verify(source: Path, target: Path, device: torch.device) -> Iterator[str]:
+    """Every difference, one line each; raises what makes SRC or DST unreadable."""
+    root = target.resolve()
+    if not root.is_dir():
+        raise CheckpointError(f"{target}: no such folder")
+    written = read_json(root / "config.json").get("quantization_config")
+    checkpoint = Checkpoint.open(source)
+    plan = plan_for(checkpoint, _options(target, written))
+    with reader() as read:
+        job = decide(checkpoint, plan, read, device)
+        found = dict[str, TensorInfo]()
+        yield from _headers(root, found)
+        yield from _tensors(job, found)
+        yield from _configs(checkpoint, job, root, found)
+        yield from _companions(checkpoint, root)
+
+
+def _options(target: Path, written: Any) -> Options:
+    """The options that DST was made with, as its config states them."""
+    try:
+        if written["quant_method"] != METHOD:
+            raise FormatError(f"{target}: quant_method is not {METHOD}: not made by this program")
+        made = layout(written["layout"])
+        if written["layout_version"] != made.version:
+            raise FormatError(
+                f"{target}: layout version {written['layout_version']}, wanted {made.version}"
+            )
+        options = written["options"]
+        unify, exact, tp = options["unify"], options["exact"], options["tp"]
+        dtype = written["activation_dtype"]
+    except (KeyError, TypeError) as error:
+        raise FormatError(f"{target}: its config is not this program's: {error!r}") from None
+    if dtype not in ("bfloat16", "float16") or unify not in ("fold", "rescale", "none"):
+        raise FormatError(f"{target}: activation_dtype {dtype!r}, unify {unify!r}: unknown options")
+    if type(tp) is not int or tp < 1 or type(exact) is not bool:
+        raise FormatError(f"{target}: tp {tp!r}, exact {exact!r}: unknown options")
+    return Options(made, dtype, unify, exact, tp)
+
+
+def _headers(root: Path, found: dict[str, TensorInfo]) -> Iterator[str]:
+    """Read every shard's header; safetensors' own reader must take it too."""
+    for path in sorted(root.glob("*.safetensors")):
+        try:
+            header = read_header(path)
+            with safe_open(path, "pt") as file:
+                opened = set(file.keys())
+        except (CheckpointError, SafetensorError) as error:
+            yield f"{path.name}: {error}"
+            continue
+        if opened != set(header.tensors):
+            yield f"{path.name}: safetensors reads other names than the header has"
+        for name, info in header.tensors.items():
+            if name in found:
+                yield f"{name}: stands in {found[name].file.name} and in {path.name}"
+            found[name] = info
+
+
+def _tensors(job: Job, found: Mapping[str, TensorInfo]) -> Iterator[str]:
+    wanted = {output.name: output for output in job.plan.outputs()}
+    yield from (f"{name}: missing" for name in wanted if name not in found)
+    yield from (f"{name}: not wanted" for name in found if name not in wanted)
+    both = [output for output in wanted.values() if output.name in found]
+    for output in tqdm(both, desc="verify", unit="tensor", disable=None, leave=False):
+        info = found[output.name]
+        if (info.dtype, info.shape) != (output.dtype, output.shape):
+            yield f"{info}: wanted {output.dtype} {list(output.shape)}"
+        elif output.kind is Kind.WEIGHT:
+            yield from _codes(output, info, job)
+        else:
+            yield from _bytes(output, info, job)
+
+
+def _codes(output: Output, info: TensorInfo, job: Job) -> Iterator[str]:
+    """Unpack what is stored and compare with the source's codes and zero padding."""
+    stack = output.stack
+    assert stack is not None
+    members = range(len(stack.groups[0])) if output.member is None else (output.member,)
+    stored = job.read.tensor(info).reshape(len(stack.groups), -1, info.shape[-1])
+    for e, group in enumerate(stack.groups):
+        at = 0
+        for i in members:
+            rows, k = stack.padded.rows[i], stack.padded.k
+            width = job.plan.options.layout.weight_shape(rows, k)[1]
+            words = stored[e, :, at : at + width].to(job.device)
+            codes = job.plan.options.layout.unpack_codes(words).cpu()
+            if not torch.equal(codes, padded_codes(job, stack, e, i)):
+                yield f"{output.name}: {group[i].name}'s codes differ"
+            at += width
+
+
+def _bytes(output: Output, info: TensorInfo, job: Job) -> Iterator[str]:
+    stored = raw_bytes(job.read.tensor(info)) if output.stack else _bytes_of(job.read, info)
+    if output.source is not None and output.name not in job.unified.scaled:
+        wanted = _bytes_of(job.read, output.source)
+    else:
+        wanted = torch.cat([raw_bytes(piece) for piece in pieces(output, job)])
+    if not torch.equal(stored, wanted):
+        wrong = (stored != wanted).nonzero().flatten()
+        yield f"{output.name}: {len(wrong)} bytes differ, the first is byte {int(wrong[0])}"
+
+
+def _bytes_of(read: Reader, info: TensorInfo) -> Tensor:
+    data = read.bytes(info)
+    return torch.frombuffer(data, dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
+
+
+def _configs(
+    checkpoint: Checkpoint, job: Job, root: Path, found: Mapping[str, TensorInfo]
+) -> Iterator[str]:
+    wanted = target_config(checkpoint, quantization_config(checkpoint, job))
+    written = read_json(root / "config.json")
+    yield from _entries("config.json", written, wanted)
+    mine, theirs = written.get("quantization_config"), wanted["quantization_config"]
+    if isinstance(mine, dict):
+        yield from _entries("config.json: quantization_config", mine, theirs)
+    for name in (INDEX, EXPERT_INDEX):
+        yield from _index(root, name, job.plan, found)
+    if not (root / REPORT).is_file() or read_json(root / REPORT).get("status") != COMPLETE:
+        yield f"{REPORT}: does not say {COMPLETE!r}"
+
+
+def _entries(where: str, found: Mapping[str, Any], wanted: Mapping[str, Any]) -> Iterator[str]:
+    for key in sorted(set(found) | set(wanted)):
+        if found.get(key) != wanted.get(key) and key != "quantization_config":
+            yield f"{where}: {key} differs"
+
+
+def _index(root: Path, name: str, plan: Plan, found: Mapping[str, TensorInfo]) -> Iterator[str]:
+    """Every tensor where the index says, whatever the shards are called."""
+    if not (root / name).is_file():
+        yield f"{name}: missing"
+        return
+    wanted = indexes(plan)[name]
+    written = read_json(root / name)
+    places = written.get("weight_map")
+    if not isinstance(places, dict) or set(places) != set(wanted["weight_map"]):
+        yield f"{name}: names other tensors than it should"
+        return
+    wrong = [t for t, file in places.items() if t in found and found[t].file.name != file]
+    if wrong:
+        yield f"{name}: {wrong[0]} lies in {found[wrong[0]].file.name}, not in {places[wrong[0]]}"
+    size = written.get("metadata", {}).get("total_size")
+    if size != wanted["metadata"]["total_size"]:
+        yield f"{name}: total_size is {size}, wanted {wanted['metadata']['total_size']}"
+
+
+def _companions(checkpoint: Checkpoint, root: Path) -> Iterator[str]:
+    for name in checkpoint.companions:
+        if name in MISLEADING:
+            continue
+        if not (root / name).is_file():
+            yield f"{name}: missing"
+        elif (root / name).read_bytes() != (checkpoint.path / name).read_bytes():
+            yield f"{name}: differs from the source's"
+    if (root / "hf_quant_config.json").exists():
+        yield "hf_quant_config.json: would mislead a loader"
