@@ -130,6 +130,9 @@ def convert(
         from transcode.dryrun import describe, outline
         from transcode.report import table
 
+        if target not in catalog.layouts():
+            known = ", ".join(catalog.layouts())
+            raise click.BadParameter(f"no {target!r}; there are {known}", param_hint="--to")
         layout = catalog.layout(target)
         guard(src, dst, overwrite=overwrite)
         checkpoint = Checkpoint.open(src)
