@@ -74,6 +74,19 @@ def test_a_folded_layer_computes_the_same(tmp_path: Path, ratio: Any, dialect: A
             )
 
 
+@pytest.mark.parametrize("ratio", [1.37, 10.0])
+def test_a_folded_dense_mlp_computes_the_same(tmp_path: Path, ratio: float) -> None:
+    spec = Spec(model_type="llama", experts=0, hidden=192, intermediate=320, gate_up_ratio=ratio)
+    truth = build(tmp_path / "src", spec)
+    target = pack(tmp_path / "src", tmp_path / "dst")
+    assert hows(target) == {"fold"}
+    found = packed.weights(target)
+    x = torch.randn(8, 192, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    for mlp in ("model.layers.0.mlp", "model.layers.1.mlp"):
+        want = output(truth, mlp, x)
+        assert (output(found, mlp, x) - want).norm() <= 1e-6 * want.norm()
+
+
 def test_a_folded_layer_differs_from_what_a_runtime_would_serve(tmp_path: Path) -> None:
     """The control: gate's factor for both halves without a fold is far off."""
     truth = build(tmp_path / "src", replace(MOE, gate_up_ratio=1.37))
@@ -195,6 +208,11 @@ def test_rescaled_blocks_stay_within_the_bound(
         assert (within | zero).all()
         assert error.max() > 0
         gone += int((zero & ~within).reshape(-1, 16).any(-1).sum())
+    for stack in stacks.values():
+        assert bool(stack["rounded_by_at_most"]) == any(
+            d["how"] == "rescale" for d in stack["unified"]
+        )
+        assert stack["rounded_by_at_most"] <= 1 / 17
     assert gone <= sum(s["flushed"]["count"] + s["fallen_to_zero"] for s in stacks.values())
     exact = [m for m in found if "k_proj" in m or (options and "up_proj" in m)]
     for m in exact:

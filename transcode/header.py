@@ -9,8 +9,8 @@ from __future__ import annotations
 import hashlib
 import json
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -42,6 +42,19 @@ class TensorInfo:
 
     def __str__(self) -> str:
         return f"{self.name} {self.dtype} {list(self.shape)}"
+
+    def entry(self, index: int) -> TensorInfo:
+        """One entry along the first axis, as a tensor of its own."""
+        size = self.nbytes // self.shape[0]
+        return replace(self, shape=self.shape[1:], start=self.start + index * size, nbytes=size)
+
+    def span(self, at: int, size: int) -> TensorInfo:
+        """`size` of its bytes from `at`, as a flat U8 tensor."""
+        return replace(self, dtype="U8", shape=(size,), start=self.start + at, nbytes=size)
+
+    def chunks(self, size: int) -> Iterator[TensorInfo]:
+        """All its bytes in spans of at most this size."""
+        return (self.span(at, min(size, self.nbytes - at)) for at in range(0, self.nbytes, size))
 
 
 @dataclass(frozen=True)

@@ -87,6 +87,7 @@ def _stack(stack: Stack, job: Job) -> dict[str, Any]:
         "lift": settled.lift.tolist() if settled.lifts != "one" else float(settled.lift[0]),
         "lifts": settled.lifts,
         "rounded_scales": settled.rounded,
+        "rounded_by_at_most": settled.worst,
         "fallen_to_zero": settled.fallen,
         "nan_over_zeros": settled.nan,
         "zero_matrices": list(settled.zero),

@@ -8,7 +8,7 @@ zeros).
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -46,6 +46,7 @@ class Settled:
 
     lifts: "one" for a lift shared by all groups, "per expert" where that flushes fewer scales.
     rounded, fallen: block scales rounded again, and those of them that became zero.
+    worst: the largest relative change of a rounded scale that is normal afterwards, at most 1/17.
     nan: blocks of zeros whose scale was NaN.  zero: names of matrices that are zero.
     """
 
@@ -55,9 +56,9 @@ class Settled:
     flushes: tuple[Flush, ...]
     rounded: int
     fallen: int
+    worst: float
     nan: int
     zero: tuple[str, ...]
-    histograms: Tensor = field(repr=False)
 
 
 def prepare(module: Module, unified: Unified, read: Reader) -> Tensor:
@@ -102,6 +103,7 @@ def settle(stack: Stack, unified: Unified, options: Options, read: Reader) -> Se
     shape = (len(stack.groups), len(stack.groups[0]), 256)
     histograms = torch.zeros(shape, dtype=torch.int64)
     nan = rounded = fallen = 0
+    worst = 0.0
     for e, group in enumerate(stack.groups):
         for i, module in enumerate(group):
             scales = prepare(module, unified, read)
@@ -115,6 +117,7 @@ def settle(stack: Stack, unified: Unified, options: Options, read: Reader) -> Se
                 zeros = int(source[0x00] + source[0x80] + source[[0x7F, 0xFF]].sum())
                 rounded += int(scales.numel()) - zeros
                 fallen += int(histograms[e, i, 0]) - zeros
+                worst = max(worst, _change(module, scales, unified, read))
     g = torch.stack([unified.g[group[0].name].reshape(()) for group in stack.groups])
     lift, lifts = _lifts(layout, histograms, options.dtype)
     flushes = [
@@ -130,13 +133,22 @@ def settle(stack: Stack, unified: Unified, options: Options, read: Reader) -> Se
         )
     layout.pack_global(g, lift, options.dtype)
     zero = [m.name for group in stack.groups for m in group if unified.scalars[m.name].zero]
-    return Settled(g, lift, lifts, tuple(flushes), rounded, fallen, nan, tuple(zero), histograms)
+    return Settled(g, lift, lifts, tuple(flushes), rounded, fallen, worst, nan, tuple(zero))
 
 
 def _histogram(module: Module, read: Reader) -> Tensor:
     assert module.format is not None
     raw = read.tensor(module.leaf(module.format.scales)).view(torch.uint8)
     return torch.bincount(raw.int().flatten(), minlength=256)
+
+
+def _change(module: Module, scales: Tensor, unified: Unified, read: Reader) -> float:
+    """The largest relative change of a scale that was rounded to a normal E4M3 number."""
+    assert module.format is not None
+    source = read.tensor(module.leaf(module.format.scales)).double()
+    exact = source * unified.multiplier[module.name]
+    normal = scales.double() >= 2.0**-6
+    return float(((scales.double() - exact).abs() / exact)[normal].max()) if normal.any() else 0.0
 
 
 def _lifts(layout: Layout, histograms: Tensor, dtype: str) -> tuple[Tensor, str]:

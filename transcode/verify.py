@@ -12,14 +12,13 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from torch import Tensor
 from tqdm import tqdm
 
 from transcode.catalog import layout
-from transcode.checkpoint import Checkpoint, Reader, reader
+from transcode.checkpoint import Checkpoint, reader
 from transcode.config import METHOD, quantization_config, target_config
 from transcode.convert import decide, indexes, plan_for
-from transcode.destination import EXPERT_INDEX, MISLEADING, REPORT
+from transcode.destination import CHUNK, EXPERT_INDEX, MISLEADING, REPORT
 from transcode.errors import CheckpointError, FormatError
 from transcode.files import INDEX, read_json
 from transcode.header import TensorInfo, read_header
@@ -102,36 +101,32 @@ def _tensors(job: Job, found: Mapping[str, TensorInfo]) -> Iterator[str]:
 
 def _codes(output: Output, info: TensorInfo, job: Job) -> Iterator[str]:
     """Unpack what is stored and compare with the source's codes and zero padding."""
-    stack = output.stack
+    stack, layout = output.stack, job.plan.options.layout
     assert stack is not None
     members = range(len(stack.groups[0])) if output.member is None else (output.member,)
-    stored = job.read.tensor(info).reshape(len(stack.groups), -1, info.shape[-1])
     for e, group in enumerate(stack.groups):
+        stored = job.read.tensor(info.entry(e) if stack.fused else info).to(job.device)
         at = 0
         for i in members:
-            rows, k = stack.padded.rows[i], stack.padded.k
-            width = job.plan.options.layout.weight_shape(rows, k)[1]
-            words = stored[e, :, at : at + width].to(job.device)
-            codes = job.plan.options.layout.unpack_codes(words).cpu()
+            width = layout.weight_shape(stack.padded.rows[i], stack.padded.k)[1]
+            codes = layout.unpack_codes(stored[:, at : at + width].contiguous()).cpu()
             if not torch.equal(codes, padded_codes(job, stack, e, i)):
                 yield f"{output.name}: {group[i].name}'s codes differ"
             at += width
 
 
 def _bytes(output: Output, info: TensorInfo, job: Job) -> Iterator[str]:
-    stored = raw_bytes(job.read.tensor(info)) if output.stack else _bytes_of(job.read, info)
+    """Compare with what would be written now, piece by piece."""
+    wrong = at = 0
     if output.source is not None and output.name not in job.unified.scaled:
-        wanted = _bytes_of(job.read, output.source)
+        for ours, theirs in zip(info.chunks(CHUNK), output.source.chunks(CHUNK), strict=True):
+            wrong += int((job.read.tensor(ours) != job.read.tensor(theirs)).sum())
     else:
-        wanted = torch.cat([raw_bytes(piece) for piece in pieces(output, job)])
-    if not torch.equal(stored, wanted):
-        wrong = (stored != wanted).nonzero().flatten()
-        yield f"{output.name}: {len(wrong)} bytes differ, the first is byte {int(wrong[0])}"
-
-
-def _bytes_of(read: Reader, info: TensorInfo) -> Tensor:
-    data = read.bytes(info)
-    return torch.frombuffer(data, dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
+        for piece in map(raw_bytes, pieces(output, job)):
+            wrong += int((job.read.tensor(info.span(at, len(piece))) != piece).sum())
+            at += len(piece)
+    if wrong:
+        yield f"{output.name}: {wrong} of {info.nbytes} bytes differ"
 
 
 def _configs(
