@@ -27,9 +27,9 @@ def _factor(stored: Tensor) -> Tensor:
 
 
 def _claims(quantization: dict[str, Any]) -> bool:
-    return quantization.get("quant_method") in ("compressed-tensors", "compressed_tensors") or (
-        "nvfp4-pack-quantized" in str(quantization.get("format"))
-    )
+    method = quantization.get("quant_method")
+    written = "nvfp4-pack-quantized" in str(quantization.get("format"))
+    return method == "compressed-tensors" or (not method and written)
 
 
 FORMATS = (

@@ -31,12 +31,9 @@ def _claims(quantization: dict[str, Any]) -> bool:
     producer = quantization.get("producer")
     named = producer.get("name") if isinstance(producer, dict) else None
     algorithms = (quantization.get("quant_algo"), quantization.get("moe_quant_algo"))
-    return (
-        method.startswith("modelopt")
-        or named == "modelopt"
-        or "quantization" in quantization
-        or any("NVFP4" in str(name).upper() for name in algorithms)
-    )
+    nvfp4 = any("NVFP4" in str(name).upper() for name in algorithms)
+    says = named == "modelopt" or "quantization" in quantization or nvfp4
+    return method.startswith("modelopt") or (method in ("", "fp8") and says)
 
 
 FORMATS = (

@@ -36,6 +36,7 @@ def quantization(**entries: Any) -> Callable[[Json], Json]:
         (quantization(quant_method="compressed-tensors", quant_algo=None, producer=None), "says"),
         (quantization(quant_method="fp8", quant_algo=None, producer=None), "says"),
         (quantization(quant_method="fp8", moe_quant_algo="NVFP4"), ""),
+        (quantization(quant_method="gptq"), "says"),
     ],
 )
 def test_whatever_the_config_says_the_tensors_are_believed(

@@ -1,0 +1,170 @@
+"""Whether a checkpoint loads, where, and what would be served silently wrong.
+
+Headers, configs, scalars and block scales are read; codes only under a scale that is zero or NaN.
+Nothing is claimed of encodings that are only not read here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from transcode import catalog
+from transcode.check.config import of_config
+from transcode.check.declared import Declared
+from transcode.check.findings import LEVELS, Finding, listed, many
+from transcode.check.groups import of_groups
+from transcode.check.ignore import of_ignore
+from transcode.check.kv import of_kv
+from transcode.check.modules import of_modules
+from transcode.check.units import draft, units
+from transcode.check.values import Values, groups_of, of_values
+from transcode.checkpoint import Checkpoint, reader
+from transcode.config import METHOD
+from transcode.convert import options_for, plan_for
+from transcode.degrees import degrees
+from transcode.errors import CheckpointError, FormatError, LayoutError
+from transcode.files import INDEX, read_json, weight_map
+from transcode.names import natural
+from transcode.plan import Plan, packable
+from transcode.recognise import recognise
+
+__all__ = ["LEVELS", "Finding", "examine"]
+
+
+def examine(src: Path, runtime: str | None) -> list[Finding]:
+    """All findings, or those that concern one runtime, the worst level first.
+
+    Raises CheckpointError for a folder that is no checkpoint at all.
+    """
+    _is_checkpoint(src)
+    try:
+        checkpoint = Checkpoint.open(src)
+    except CheckpointError as error:
+        found = [Finding("FAILS", "unsound", src.resolve().name, str(error))]
+    else:
+        found = [*_judge(checkpoint)]
+    concerning = [f for f in found if runtime is None or runtime in f.runtimes]
+    return sorted(concerning, key=lambda f: LEVELS.index(f.level))
+
+
+def _is_checkpoint(src: Path) -> None:
+    if not src.is_dir():
+        raise CheckpointError(f"{src}: no such folder")
+    if not any(src.glob("*.safetensors")):
+        raise CheckpointError(f"{src}: no checkpoint: no *.safetensors at its top level")
+    if not (src / "config.json").is_file():
+        raise CheckpointError(f"{src}: no checkpoint: config.json is missing")
+
+
+def _judge(checkpoint: Checkpoint) -> Iterator[Finding]:
+    yield from _ghosts(checkpoint)
+    declared = Declared.of(checkpoint)
+    if declared.raw.get("quant_method") == METHOD:
+        yield Finding(
+            "NOTE", "packed", declared.where,
+            f"packed by transcode ({declared.raw.get('layout')}): no runtime loads it without a "
+            "plug-in, which is yet to come",
+        )  # fmt: skip
+        return
+    recognised = recognise(checkpoint)
+    yield from _index(checkpoint)
+    yield from _left_out(checkpoint)
+    yield from of_modules(checkpoint, declared, recognised)
+    yield from of_config(checkpoint, declared, recognised)
+    yield from of_ignore(checkpoint, declared, units(checkpoint, recognised.modules))
+    plan, refusal = _plan(checkpoint)
+    packed = {m.name: m for m in recognised.modules.values() if packable(m)}
+    with reader() as read:
+        yield from of_kv(checkpoint, declared, read)
+        ordered = sorted(packed.values(), key=lambda m: natural(m.name))
+        values, groups = Values.read(ordered, read), groups_of(checkpoint, packed)
+        yield from of_values(checkpoint, values, groups, read)
+        yield from of_groups(checkpoint, declared, values, groups, plan, read)
+    if plan is not None:
+        fit = ", ".join(map(str, degrees(plan, checkpoint.text_config)))
+        yield Finding(
+            "NOTE", "tensor-parallel", checkpoint.path.name,
+            f"packed for {plan.options.layout.name} it serves tensor-parallel degrees {fit}",
+        )  # fmt: skip
+    elif packed and not recognised.problems:
+        yield Finding(
+            "NOTE", "not-packable", checkpoint.path.name, f"transcode convert refuses it: {refusal}"
+        )
+
+
+def _plan(checkpoint: Checkpoint) -> tuple[Plan | None, str]:
+    """What `convert` would do, or why it would not."""
+    layout = catalog.layout("marlin-nvfp4")
+    try:
+        options = options_for(checkpoint, layout, None, "fold", False, 1, 5_000_000_000)
+        return plan_for(checkpoint, options), ""
+    except (CheckpointError, FormatError, LayoutError) as error:
+        return None, str(error)
+
+
+def _ghosts(checkpoint: Checkpoint) -> Iterator[Finding]:
+    if checkpoint.ghosts:
+        yield Finding(
+            "FAILS", "ghosts", checkpoint.ghosts[0],
+            f"in {INDEX}, but in no shard; {many(len(checkpoint.ghosts), 'tensor')} of this kind: "
+            "transcode convert refuses; vLLM and SGLang leave such a weight uninitialised",
+        )  # fmt: skip
+
+
+def _index(checkpoint: Checkpoint) -> Iterator[Finding]:
+    """Tensors that the index does not name, or seeks elsewhere; a stale total."""
+    index = weight_map(checkpoint.path)
+    if not index:
+        return
+    files = set(index.values())
+    skipped = [n for n in checkpoint.strays if checkpoint.tensors[n].file.name not in files]
+    needed = [n for n in skipped if not draft(n, checkpoint)]
+    if skipped:
+        shards = sorted({checkpoint.tensors[name].file.name for name in skipped})
+        what = f"needed, such as {needed[0]}" if needed else "of the MTP layers only"
+        yield Finding(
+            "WRONG" if needed else "WEAK", "shard-not-indexed", shards[0],
+            f"not in {INDEX}: vLLM and SGLang skip its {many(len(skipped), 'tensor')} "
+            f"({what}) without a word",
+        )  # fmt: skip
+    if strays := [name for name in checkpoint.strays if name not in set(skipped)]:
+        yield Finding(
+            "WEAK", "strays", strays[0],
+            f"in a shard, but not in {INDEX}; {many(len(strays), 'tensor')} of this kind: vLLM and "
+            "SGLang load them, a reader that goes by the index does not",
+        )  # fmt: skip
+    tensors = checkpoint.tensors
+    if moved := [n for n, file in index.items() if n in tensors and tensors[n].file.name != file]:
+        yield Finding(
+            "WEAK", "moved", moved[0],
+            f"not in the shard that {INDEX} says; {many(len(moved), 'tensor')} of this kind: vLLM "
+            "and SGLang do not mind, a reader that goes by the index fails",
+        )  # fmt: skip
+    metadata = read_json(checkpoint.path / INDEX).get("metadata")
+    claimed = metadata.get("total_size") if isinstance(metadata, dict) else None
+    total = sum(info.nbytes for info in tensors.values())
+    if claimed is not None and claimed != total:
+        yield Finding(
+            "NOTE", "total-size", INDEX, f"total_size is {claimed}, the shards hold {total} bytes"
+        )
+
+
+def _left_out(checkpoint: Checkpoint) -> Iterator[Finding]:
+    loose = [
+        entry.name
+        for entry in checkpoint.left_out
+        if entry.name.endswith(".safetensors") and "/" not in entry.name
+    ]
+    if loose and not weight_map(checkpoint.path):
+        yield Finding(
+            "WEAK", "loose-weights", loose[0],
+            f"{many(len(loose), 'file')} beside the checkpoint, and no index: vLLM and SGLang load "
+            "every *.safetensors that they find",
+        )  # fmt: skip
+    if entries := checkpoint.left_out:
+        names = [f"{entry.name} ({entry.reason})" for entry in entries]
+        yield Finding(
+            "NOTE", "left-out", entries[0].name,
+            f"transcode convert leaves out {many(len(entries), 'file')}: {listed(names)}",
+        )  # fmt: skip
