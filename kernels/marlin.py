@@ -14,17 +14,19 @@ vllm/model_executor/layers/quantization/utils/marlin_utils_fp4.py and csrc/quant
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 from math import floor, lcm, log2
 
 import torch
 from torch import Tensor
 
 from transcode.errors import LayoutError
-from transcode.quant import Encoding, pack_nibbles, unpack_nibbles
+from transcode.kernels._execute import apply, undo
+from transcode.quant import Encoding
 from transcode.spec import Layout, Padded
 from transcode.tiling import Tiling
 
-CODES = Tiling("nt w:4 h:2 c:8, kt g:2 q:4 e:2 -> kt, nt c q w, e h g")
+CODES = Tiling("nt w:4 h:2 c:8, kt g:2 q:4 e:2 -> kt, nt c q w e h g")
 """Codes [N, K]; the last three factors are a word's eight nibbles, slowest first."""
 
 SCALES = Tiling("nt a:2 b:2 d:2 i:8, g -> g, nt i a d b")
@@ -42,19 +44,12 @@ DEEP = {"bfloat16": 126, "float16": 14}
 
 def pack_codes(codes: Tensor) -> Tensor:
     """`[N, K/2]` uint8 to `[K/16, 2N]` int32."""
-    eight = CODES.apply(unpack_nibbles(codes))
-    eight = eight.reshape(len(eight), -1, 8).to(torch.int32)
-    shift = 4 * torch.arange(8, dtype=torch.int32, device=codes.device)
-    words: Tensor = (eight << shift).sum(-1, dtype=torch.int32)
-    return words
+    return apply(CODES, codes, 4)
 
 
 def unpack_codes(words: Tensor) -> Tensor:
     """`[K/16, 2N]` int32 back to `[N, K/2]` uint8."""
-    k, n = words.shape[0] * 16, words.shape[1] // 2
-    shift = 4 * torch.arange(8, dtype=torch.int32, device=words.device)
-    eight = ((words[..., None] >> shift) & 0xF).to(torch.uint8)
-    return pack_nibbles(CODES.undo(eight, (n, k)))
+    return undo(CODES, words, (words.shape[1] // 2, words.shape[0] * 16), 4)
 
 
 def lift(largest: float, dtype: str) -> float:
@@ -70,10 +65,7 @@ def pack_scales(scales: Tensor, factor: float) -> Tensor:
     A byte is bits 14 to 7 of `half(scale * lift * 128)`: exact, but for `scale * lift < 2^-6`,
     which becomes zero (see `flushed`).
     """
-    lifted = (SCALES.apply(scales.float()) * (factor * 128)).half()
-    lifted = torch.where(lifted < 2, 0, lifted)
-    byte = ((lifted.view(torch.int16) << 1) >> 8).to(torch.uint8)
-    return byte.view(torch.float8_e4m3fn)
+    return apply(SCALES, scales, 8, _stored_bytes(factor).to(scales.device))
 
 
 def flushed(scales: Tensor, factor: float) -> Tensor:
@@ -84,9 +76,22 @@ def flushed(scales: Tensor, factor: float) -> Tensor:
 
 def unpack_scales(stored: Tensor, factor: float) -> Tensor:
     """`[K/16, N]` S0E5M3 bytes back to `[N, K/16]` float8_e4m3fn; flushed scales come as zero."""
-    half = (stored.view(torch.uint8).to(torch.int16) << 7).view(torch.float16)
-    n, groups = stored.shape[1], stored.shape[0]
-    return (SCALES.undo(half.float(), (n, groups)) / (factor * 128)).to(torch.float8_e4m3fn)
+    return undo(SCALES, stored, stored.shape[::-1], 8, _scale_bytes(factor).to(stored.device))
+
+
+@lru_cache
+def _stored_bytes(factor: float) -> Tensor:
+    """The S0E5M3 byte of every E4M3 byte."""
+    lifted = (torch.arange(256).to(torch.uint8).view(torch.float8_e4m3fn).float() * factor).half()
+    lifted = torch.where(lifted * 128 < 2, 0, lifted * 128)
+    return ((lifted.view(torch.int16) << 1) >> 8).to(torch.uint8)
+
+
+@lru_cache
+def _scale_bytes(factor: float) -> Tensor:
+    """The E4M3 byte of every S0E5M3 byte."""
+    half = (torch.arange(256).to(torch.int16) << 7).view(torch.float16)
+    return (half.float() / (factor * 128)).to(torch.float8_e4m3fn).view(torch.uint8)
 
 
 def pack_global(g: Tensor, factor: Tensor, dtype: str) -> Tensor:
@@ -147,7 +152,7 @@ LAYOUTS = (
         flushed=flushed,
         unpack_scales=unpack_scales,
         pack_global=pack_global,
-        pack_bias=BIAS.apply,
-        unpack_bias=lambda stored: BIAS.undo(stored, tuple(stored.shape)),
+        pack_bias=lambda bias: apply(BIAS, bias, 16),
+        unpack_bias=lambda stored: undo(BIAS, stored, stored.shape, 16),
     ),
 )

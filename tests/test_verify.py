@@ -38,7 +38,7 @@ def copies(pair: tuple[Path, Path], tmp_path: Path) -> tuple[Path, Path]:
 def shard_of(folder: Path, tensor: str) -> Path:
     for path in folder.glob("*.safetensors"):
         with safe_open(path, "pt") as file:
-            if tensor in file.keys():
+            if tensor in set(file.keys()):
                 return path
     raise AssertionError(tensor)
 

@@ -154,19 +154,49 @@ def convert(
 @SRC
 @DST
 @DEVICE
+@click.option(
+    "--kernel",
+    is_flag=True,
+    help="Run the runtime's own GEMM on DST too; the evidence goes into its Report.",
+)
+@click.option(
+    "--vllm-lib",
+    "libraries",
+    type=click.Path(path_type=Path, exists=True, dir_okay=False),
+    multiple=True,
+    help="vLLM's compiled file; once for each.  [default: the installed vLLM's]",
+)
+@click.option("--all", "everything", is_flag=True, help="Run every layer and expert, not a sample.")
 @JSON
-def verify(src: Path, dst: Path, device: str, as_json: bool) -> None:
+def verify(
+    src: Path,
+    dst: Path,
+    device: str,
+    kernel: bool,
+    libraries: tuple[Path, ...],
+    everything: bool,
+    as_json: bool,
+) -> None:
     """Prove DST against SRC, reading both from disk."""
     with reporting(as_json):
         from transcode.convert import device_for
         from transcode.verify import verify as differences
 
         found = list(differences(src, dst, device_for(device)))
-        if as_json:
-            click.echo(json.dumps({"equal": not found, "differences": found}, indent=2))
-        else:
-            click.echo("\n".join(found) or f"{dst} means what {src} means: every tensor proved")
-        if found:
+        result: dict[str, Any] = {"equal": not found, "differences": found}
+        same = f"{dst} means what {src} means: every tensor proved"
+        lines = found or [same]
+        if kernel:
+            from transcode.gemm import kernel_check, table
+            from transcode.report import record
+
+            if not as_json:
+                click.echo("\n".join(lines))
+            evidence = kernel_check(src, dst, libraries, everything)
+            record(dst, evidence)
+            result["kernel"], lines = evidence, [table(evidence)]
+        click.echo(json.dumps(result, indent=2) if as_json else "\n".join(lines))
+        if found or (kernel and not result["kernel"]["passed"]):
             sys.exit(3)
 
 

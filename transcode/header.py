@@ -13,12 +13,17 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
+from reprlib import repr as short
+from stat import S_ISREG
 from typing import Any
 
 from transcode.errors import CheckpointError
 
 LONGEST = 100_000_000
 """The longest header that safetensors itself accepts, in bytes."""
+
+LARGEST = 1 << 60
+"""No tensor has so many elements; sizes of 0 count as 1 here, so that torch can hold the shape."""
 
 BITS = {
     "BOOL": 8, "U8": 8, "I8": 8, "I16": 16, "U16": 16, "I32": 32, "U32": 32, "I64": 64, "U64": 64,
@@ -62,7 +67,7 @@ class Header:
     """What a file says of itself.
 
     digest: the sha256 of the header's bytes, in hex.
-    changed: the time of the file's last change, in nanoseconds.
+    changed: the time of the file's last change, in nanoseconds.  inode: the file's number.
     """
 
     tensors: dict[str, TensorInfo]
@@ -70,6 +75,7 @@ class Header:
     digest: str
     size: int
     changed: int
+    inode: int
 
 
 def bytes_of(dtype: str, shape: Sequence[int]) -> int:
@@ -82,6 +88,8 @@ def read_header(path: Path) -> Header:
     try:
         status = path.stat()
         size = status.st_size
+        if not S_ISREG(status.st_mode):
+            raise CheckpointError(f"{path.name}: no file of bytes")
         with path.open("rb") as file:
             length = int.from_bytes(file.read(8), "little")
             if size < 8:
@@ -98,11 +106,16 @@ def read_header(path: Path) -> Header:
     metadata = entries.pop("__metadata__", {})
     if not isinstance(metadata, dict):
         raise CheckpointError(f"{path.name}: __metadata__ is no object")
+    for key, value in metadata.items():
+        if not isinstance(value, str):
+            raise CheckpointError(
+                f"{path.name}: __metadata__: {key!r} is {short(value)}, wanted text"
+            )
     begin = 8 + length
     tensors = {name: _tensor(path, name, entry, begin) for name, entry in entries.items()}
     _cover(path, list(tensors.values()), begin, size)
-    text = {str(key): str(value) for key, value in metadata.items()}
-    return Header(tensors, text, hashlib.sha256(raw).hexdigest(), size, status.st_mtime_ns)
+    digest = hashlib.sha256(raw).hexdigest()
+    return Header(tensors, metadata, digest, size, status.st_mtime_ns, status.st_ino)
 
 
 def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -125,17 +138,30 @@ def _parse(path: Path, raw: bytes) -> dict[str, Any]:
     return entries
 
 
+def is_text(value: str) -> bool:
+    """Whether it can be written as UTF-8: JSON's escapes, and file names, may hold half a pair."""
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
 def _tensor(path: Path, name: str, entry: Any, begin: int) -> TensorInfo:
+    if not is_text(name):
+        raise CheckpointError(f"{path.name}: the tensor name {name!a} is no Unicode text")
     where = f"{path.name}: {name}"
     if not isinstance(entry, dict) or not {"dtype", "shape", "data_offsets"} <= set(entry):
         raise CheckpointError(f"{where}: the header wants dtype, shape and data_offsets")
     dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
     if not isinstance(dtype, str) or dtype not in BITS:
-        raise CheckpointError(f"{where}: unknown dtype {dtype!r}")
+        raise CheckpointError(f"{where}: unknown dtype {short(dtype)}")
     if not _naturals(shape):
-        raise CheckpointError(f"{where}: shape is {shape!r}, wanted a list of natural numbers")
+        raise CheckpointError(f"{where}: shape is {short(shape)}, wanted a list of natural numbers")
+    if _too_many(shape):
+        raise CheckpointError(f"{where}: shape {short(shape)} is larger than any tensor can be")
     if not _naturals(offsets) or len(offsets) != 2 or offsets[0] > offsets[1]:
-        raise CheckpointError(f"{where}: data_offsets is {offsets!r}, wanted [begin, end]")
+        raise CheckpointError(f"{where}: data_offsets is {short(offsets)}, wanted [begin, end]")
     found, wanted = offsets[1] - offsets[0], bytes_of(dtype, shape)
     if found != wanted:
         raise CheckpointError(f"{where}: {found} bytes, wanted {wanted} for {dtype} {shape}")
@@ -144,6 +170,15 @@ def _tensor(path: Path, name: str, entry: Any, begin: int) -> TensorInfo:
 
 def _naturals(value: Any) -> bool:
     return isinstance(value, list) and all(type(n) is int and 0 <= n < 1 << 62 for n in value)
+
+
+def _too_many(shape: list[int]) -> bool:
+    count = 1
+    for n in shape:
+        count *= max(n, 1)
+        if count > LARGEST:
+            return True
+    return False
 
 
 def _cover(path: Path, tensors: list[TensorInfo], begin: int, size: int) -> None:

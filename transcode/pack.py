@@ -62,18 +62,20 @@ def padded_codes(job: Job, stack: Stack, e: int, i: int) -> Tensor:
     module = stack.groups[e][i]
     assert module.format is not None
     codes = job.read.tensor(module.leaf(module.format.codes))
-    return pad(codes, _to(codes, stack.padded.rows[i], stack.padded.k // 2))
+    return _padded(codes, stack.padded.rows[i], stack.padded.k // 2)
 
 
 def padded_scales(job: Job, stack: Stack, e: int, i: int) -> Tensor:
     """`[N, K/16]` float8_e4m3fn as prepared, with the stack's zero padding."""
     scales = prepare(stack.groups[e][i], job.unified, job.read)
-    raw = scales.view(torch.uint8)
-    return pad(raw, _to(raw, stack.padded.rows[i], stack.padded.k // 16)).view(scales.dtype)
+    raw = _padded(scales.view(torch.uint8), stack.padded.rows[i], stack.padded.k // 16)
+    return raw.view(scales.dtype)
 
 
-def _to(t: Tensor, rows: int, columns: int) -> tuple[int, int, int, int]:
-    return 0, columns - t.shape[1], 0, rows - t.shape[0]
+def _padded(t: Tensor, rows: int, columns: int) -> Tensor:
+    if t.shape == (rows, columns):
+        return t
+    return pad(t, (0, columns - t.shape[1], 0, rows - t.shape[0]))
 
 
 def _weight(job: Job, stack: Stack, e: int, i: int) -> Tensor:
@@ -86,13 +88,13 @@ def _weight(job: Job, stack: Stack, e: int, i: int) -> Tensor:
 
 
 def _scale(job: Job, stack: Stack, e: int, i: int) -> Tensor:
-    scales = padded_scales(job, stack, e, i)
+    scales = padded_scales(job, stack, e, i).to(job.device)
     layout, lift = job.plan.options.layout, float(job.settled[stack.name].lift[e])
     stored = layout.pack_scales(scales, lift)
     want = torch.where(layout.flushed(scales, lift), 0, scales.view(torch.uint8))
     if not torch.equal(layout.unpack_scales(stored, lift).view(torch.uint8), want):
         raise Mismatch(f"{stack.groups[e][i].name}: the scales do not come back from {layout.name}")
-    return stored
+    return stored.cpu()
 
 
 def _bias(job: Job, stack: Stack, e: int, i: int) -> Tensor:

@@ -8,12 +8,15 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from transcode import __version__
 from transcode.checkpoint import Checkpoint
+from transcode.destination import REPORT, write_json
+from transcode.files import read_json
 from transcode.pack import Job
 from transcode.plan import Stack
 from transcode.recognise import disagreements
@@ -54,6 +57,12 @@ def report(
         "left_out": [asdict(entry) for entry in checkpoint.left_out],
         "notes": [*notes(checkpoint, job)],
     }
+
+
+def record(target: Path, evidence: Mapping[str, Any]) -> None:
+    """Put what a kernel check found into the Report of a finished DST."""
+    done = read_json(target / REPORT)
+    write_json(target / REPORT, done | {"kernel": evidence})
 
 
 def notes(checkpoint: Checkpoint, job: Job) -> Iterator[str]:

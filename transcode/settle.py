@@ -24,6 +24,9 @@ from transcode.unify import Unified
 BYTES = torch.arange(256).to(torch.uint8).view(torch.float8_e4m3fn).float()
 """The value of every E4M3 byte."""
 
+NAN = 0x7F
+"""The E4M3 byte of NaN; all below are numbers >= 0, all above negative ones and a second NaN."""
+
 
 @dataclass(frozen=True)
 class Flush:
@@ -71,6 +74,8 @@ def prepare(module: Module, unified: Unified, read: Reader) -> Tensor:
     stored = read.tensor(module.leaf(module.format.scales))
     if unified.scalars[module.name].zero:
         return torch.zeros_like(stored.view(torch.uint8)).view(stored.dtype)
+    if stored.view(torch.uint8).max() < NAN and module.name not in unified.multiplier:
+        return stored
     value = stored.float()
     nan = value.isnan()
     if nan.any():

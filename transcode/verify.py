@@ -34,7 +34,7 @@ def verify(source: Path, target: Path, device: torch.device) -> Iterator[str]:
         raise CheckpointError(f"{target}: no such folder")
     written = read_json(root / "config.json").get("quantization_config")
     checkpoint = Checkpoint.open(source)
-    plan = plan_for(checkpoint, _options(target, written))
+    plan = plan_for(checkpoint, options_of(target, written))
     with reader() as read:
         job = decide(checkpoint, plan, read, device)
         found = dict[str, TensorInfo]()
@@ -44,7 +44,7 @@ def verify(source: Path, target: Path, device: torch.device) -> Iterator[str]:
         yield from _companions(checkpoint, root)
 
 
-def _options(target: Path, written: Any) -> Options:
+def options_of(target: Path, written: Any) -> Options:
     """The options that DST was made with, as its config states them."""
     try:
         if written["quant_method"] != METHOD:

@@ -1,0 +1,48 @@
+"""What is packed on a GPU is byte for byte what is packed on the CPU."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.build import Spec, build
+from tests.convert import run
+
+SPECS = (
+    Spec(hidden=192, intermediate=320, experts=3),
+    Spec(hidden=256, intermediate=96, gate_up_ratio=1.37, qkv_ratio=3.0),
+    Spec(model_type="nemotron_h", hidden=192, intermediate=320),
+    Spec(model_type="llama", experts=0, biases=True, hidden=192, intermediate=320),
+    Spec(tiny_scales=True, expert_biases=True),
+)
+
+
+def content(folder: Path) -> dict[str, bytes]:
+    return {
+        p.relative_to(folder).as_posix(): p.read_bytes() for p in folder.rglob("*") if p.is_file()
+    }
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("spec", SPECS, ids=lambda s: s.model_type)
+def test_gpu_and_cpu_pack_the_same_bytes(tmp_path: Path, spec: Spec, dtype: str) -> None:
+    build(tmp_path / "src", spec)
+    for device in ("cpu", "cuda"):
+        args = ("--to", "marlin-nvfp4", "--device", device, "--dtype", dtype)
+        ran = run("convert", *args, tmp_path / "src", tmp_path / device)
+        assert ran.code == 0, ran.err
+    assert content(tmp_path / "cpu") == content(tmp_path / "cuda")
+    verified = run("verify", "--device", "cuda", tmp_path / "src", tmp_path / "cpu")
+    assert verified.code == 0, verified.out
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_a_gpu_that_is_not_there_is_said_to_be_missing(tmp_path: Path) -> None:
+    build(tmp_path / "src", SPECS[0])
+    args = ("convert", "--to", "marlin-nvfp4", "--device", "cuda")
+    ran = run(*args, tmp_path / "src", tmp_path / "dst")
+    assert ran.code == 1
+    assert "no GPU that torch can use" in ran.err

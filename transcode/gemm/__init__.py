@@ -1,0 +1,170 @@
+"""The strongest proof: the runtime's own GEMM, on what lies on disk, gives the source's product.
+
+Every kind of dense group and of MoE layer is run; a kind is the projections, sizes and padding, and
+what was done to unequal global scales. Its first and last layer are taken, and EXPERTS experts of a
+layer, unless everything is asked for. What is wanted (wanted.py) has three senses:
+
+- one GEMM: the matrix that the file is meant to hold;
+- columns that a runtime joins (q, k, v): the same, and what each member gives by itself;
+- an MoE layer: the source's own function, `down(act(gate) * up)`, which a fold preserves; where
+  scales were rounded again or flushed, the matrices that the file is meant to hold.
+
+The control runs the same words with two factors of the layout swapped. Where that does not fail by
+far, the check proves nothing, and is reported as broken.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from dataclasses import asdict
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeVar
+
+from torch import Tensor
+from torch.nn.functional import gelu, relu, silu
+
+from transcode.checkpoint import Checkpoint, reader
+from transcode.convert import plan_for
+from transcode.files import read_json
+from transcode.gemm.dense import dense_run
+from transcode.gemm.moe import moe_run
+from transcode.gemm.ops import Ops, load
+from transcode.gemm.trial import Trial
+from transcode.header import read_header
+from transcode.pack import Job
+from transcode.plan import Plan, Stack
+from transcode.settle import settle
+from transcode.unify import Decision, unify
+from transcode.verify import options_of
+
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    **dict.fromkeys(("silu", "swish"), silu),
+    "gelu": gelu,
+    **dict.fromkeys(("gelu_pytorch_tanh", "gelu_new"), partial(gelu, approximate="tanh")),
+    "relu": relu,
+    "relu2": lambda x: relu(x).square(),
+}
+
+T = TypeVar("T")
+
+
+def kernel_check(
+    source: Path, target: Path, libraries: Sequence[Path], everything: bool
+) -> dict[str, Any]:
+    """Run vLLM's kernels on DST and return the evidence: `passed`, `failures`, `notes`, figures.
+
+    libraries: vLLM's compiled files; none means those of the installed vLLM. Raises TranscodeError
+    where no kernel or GPU can be used.
+    """
+    written = read_json(target.resolve() / "config.json").get("quantization_config")
+    ops = load(libraries, options_of(target, written).dtype)
+    return check(source, target, ops, everything)
+
+
+def check(source: Path, target: Path, ops: Ops, everything: bool) -> dict[str, Any]:
+    """The same with ops that are loaded already."""
+    root = target.resolve()
+    written = read_json(root / "config.json").get("quantization_config")
+    checkpoint = Checkpoint.open(source)
+    plan = plan_for(checkpoint, options_of(target, written))
+    stored = [read_header(path).tensors for path in sorted(root.glob("*.safetensors"))]
+    with reader() as read:
+        unified = unify(checkpoint, plan, read)
+        dense, layers = _chosen(plan, unified.decisions, everything)
+        stacks = [*dense, *(stack for layer in layers for stack in layer)]
+        settled = {stack.name: settle(stack, unified, plan.options, read) for stack in stacks}
+        trial = Trial(
+            Job(plan, unified, settled, read, ops.device),
+            {output.name: output for output in plan.outputs()},
+            {name: info for header in stored for name, info in header.items()},
+            ops,
+            *_activation(checkpoint),
+            [],
+            [],
+        )
+        groups = [trial.entry(stack.name, partial(dense_run, trial, stack)) for stack in dense]
+        moes = [
+            trial.entry(layer[0].prefix, partial(moe_run, trial, layer, everything))
+            for layer in layers
+        ]
+    controls = [entry["control"] for entry in (*groups, *moes) if entry.get("control") is not None]
+    if not controls and not trial.failures:
+        trial.failures.append("every matrix that was run is zero: nothing is proved")
+    return {
+        "passed": not trial.failures,
+        "failures": trial.failures,
+        "notes": trial.notes,
+        "kernel": ops.evidence(),
+        "activation_dtype": plan.options.dtype,
+        "activation": trial.activation,
+        "acceptance": asdict(trial.accept),
+        "stacks": {"run": len(stacks), "of": len(plan.stacks), "everything": everything},
+        "dense": groups,
+        "moe": moes,
+        "control": min(controls, default=None),
+    }
+
+
+def _chosen(
+    plan: Plan, decisions: Iterable[Decision], everything: bool
+) -> tuple[list[Stack], list[tuple[Stack, ...]]]:
+    """Dense stacks and MoE layers (w13, w2 or both): all, or the first and last of each kind."""
+    layers, hows = dict[str, tuple[Stack, ...]](), dict[str, set[str]]()
+    for stack in plan.stacks:
+        if stack.fused:
+            layers[stack.prefix] = (*layers.get(stack.prefix, ()), stack)
+    for decision in decisions:
+        hows.setdefault(decision.stack, set()).add(decision.how)
+
+    def kind(stack: Stack) -> Hashable:
+        sizes = tuple((m.shape, "bias" in m.leaves) for m in stack.groups[0])
+        done = frozenset(hows.get(stack.name, ()))
+        return stack.fused, stack.roles(), sizes, stack.padded, len(stack.groups), done
+
+    dense, moe = [stack for stack in plan.stacks if not stack.fused], list(layers.values())
+    if everything:
+        return dense, moe
+    return _ends(dense, kind), _ends(moe, lambda layer: tuple(map(kind, layer)))
+
+
+def _ends(items: Iterable[T], kind: Callable[[T], Hashable]) -> list[T]:
+    """The first and last of each kind."""
+    found = dict[Hashable, list[T]]()
+    for item in items:
+        found.setdefault(kind(item), []).append(item)
+    return [item for same in found.values() for item in (same[:1] + same[1:][-1:])]
+
+
+def _activation(checkpoint: Checkpoint) -> tuple[str, Callable[[Tensor], Tensor]]:
+    """The config's activation; silu stands in for one that is not known here."""
+    keys = ("mlp_hidden_act", "hidden_act", "hidden_activation")
+    named = next((str(v) for k in keys if (v := checkpoint.text_config.get(k)) is not None), "none")
+    if named in ACTIVATIONS:
+        return named, ACTIVATIONS[named]
+    return f"silu in place of {named}", silu
+
+
+def table(evidence: Mapping[str, Any]) -> str:
+    """One line a group or layer, then what ran, notes, and what failed."""
+
+    def text(value: Any) -> str:
+        return f"{value:.1e}" if isinstance(value, float) else "-"
+
+    rows = [("run", "relative errors", "layer", "control")]
+    for entry in (*evidence["dense"], *evidence["moe"]):
+        errors = " ".join(f"{role} {text(e)}" for role, e in entry.get("errors", {}).items())
+        last = text(entry.get("layer")), text(entry.get("control"))
+        rows.append((entry["name"], errors or "-", *last))
+    widths = [max(len(row[i]) for row in rows) for i in range(4)]
+    lines = ["  ".join(c.ljust(w) for c, w in zip(r, widths, strict=True)).rstrip() for r in rows]
+    kernel, accept, run = evidence["kernel"], evidence["acceptance"], evidence["stacks"]
+    lines.append("")
+    lines.append(
+        f"{run['run']} of {run['of']} stacks run in {evidence['activation_dtype']} on "
+        f"{kernel['gpu']} by vLLM's kernels ({', '.join(kernel['libraries'])}, called as "
+        f"{' and '.join(sorted(set(kernel['ops'].values())))}); accepted below {accept['gemm']:g} "
+        f"for a GEMM and {accept['moe']:g} for a layer, control above {accept['control']:g}"
+    )
+    notes = [f"note: {note}" for note in evidence["notes"]]
+    return "\n".join([*lines, *notes, *evidence["failures"]])
