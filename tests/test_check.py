@@ -788,3 +788,12 @@ def test_fp16_loses_scales_that_bf16_lifts(tmp_path: Path) -> None:
         on(QKV + "o_proj.weight_scale", torch.full(shape, 2**-8).to(torch.float8_e4m3fn))(folder)
         found = {f.code for f in examine(folder, "vllm")}
         assert ("scales-flushed" in found) == lost
+
+
+def test_a_bias_of_down_is_served_wrong_by_vllm(tmp_path: Path) -> None:
+    build(tmp_path / "a", Spec(layers=1))
+    build(tmp_path / "b", Spec(layers=1, expert_biases=True))
+    assert "expert-down-bias" not in {f.code for f in examine(tmp_path / "a", None)}
+    found = {f.code: f for f in examine(tmp_path / "b", None)}
+    assert found["expert-down-bias"].level == "WRONG"
+    assert "expert-down-bias" not in {f.code for f in examine(tmp_path / "b", "sglang")}

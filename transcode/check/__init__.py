@@ -6,7 +6,7 @@ Nothing is claimed of encodings that are only not read here.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from transcode import catalog
@@ -25,9 +25,9 @@ from transcode.convert import options_for, plan_for
 from transcode.degrees import degrees
 from transcode.errors import CheckpointError, FormatError, LayoutError
 from transcode.files import INDEX, read_json, weight_map
-from transcode.names import natural
+from transcode.names import address, natural
 from transcode.plan import Plan, packable
-from transcode.recognise import recognise
+from transcode.recognise import Module, recognise
 
 __all__ = ["LEVELS", "Finding", "examine"]
 
@@ -75,6 +75,7 @@ def _judge(checkpoint: Checkpoint) -> Iterator[Finding]:
     yield from of_ignore(checkpoint, declared, units(checkpoint, recognised.modules))
     plan, refusal = _plan(checkpoint)
     packed = {m.name: m for m in recognised.modules.values() if packable(m)}
+    yield from _down_bias(packed)
     with reader() as read:
         yield from of_kv(checkpoint, declared, read)
         ordered = sorted(packed.values(), key=lambda m: natural(m.name))
@@ -91,6 +92,19 @@ def _judge(checkpoint: Checkpoint) -> Iterator[Finding]:
         yield Finding(
             "NOTE", "not-packable", checkpoint.path.name, f"transcode convert refuses it: {refusal}"
         )
+
+
+def _down_bias(packed: Mapping[str, Module]) -> Iterator[Finding]:
+    """Measured on an H200 with vLLM 0.25.1: `raw * w + bias * g * w` where routing weights apply."""
+    wheres = [(m, address(m.name)) for m in packed.values() if "bias" in m.leaves]
+    biased = [m.name for m, at in wheres if at.expert is not None and at.projection == "down"]
+    if biased:
+        yield Finding(
+            "WRONG", "expert-down-bias", biased[0],
+            f"NVFP4 expert with a bias; {many(len(biased), 'matrix')} of this kind: where vLLM's "
+            "Marlin MoE kernel applies the routing weights it multiplies the bias by the global "
+            "scale too", ("vllm",),
+        )  # fmt: skip
 
 
 def _plan(checkpoint: Checkpoint) -> tuple[Plan | None, str]:
