@@ -13,9 +13,10 @@ from transcode.degrees import degrees
 from transcode.errors import FormatError
 from transcode.names import address, natural
 from transcode.pack import Job
-from transcode.plan import ACTIVATION, Plan, experts_of, packable
+from transcode.plan import ACTIVATION, Plan
 from transcode.quant import Encoding
 from transcode.recognise import Module, quantization
+from transcode.stacks import experts_of, packable
 
 METHOD = "transcode"
 BLOCKS = ("quantization_config", "compression_config")

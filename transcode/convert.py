@@ -30,11 +30,12 @@ from transcode.destination import (
 from transcode.errors import LayoutError, LossError
 from transcode.files import INDEX
 from transcode.pack import Job, bias, pieces, raw_bytes
-from transcode.plan import Options, OutputShard, Plan, make
+from transcode.plan import OutputShard, Plan, make
 from transcode.recognise import recognise, require_nvfp4
 from transcode.report import report
 from transcode.settle import Settled, settle
 from transcode.spec import Layout
+from transcode.stacks import Options
 from transcode.unify import unify
 
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from transcode.plan import Plan, Stack
+from transcode.plan import Plan
 from transcode.spec import Layout
+from transcode.stacks import Stack
 
 HIGHEST = 64
 

@@ -12,9 +12,10 @@ from torch.nn.functional import pad
 from transcode.checkpoint import Reader
 from transcode.errors import LayoutError, Mismatch
 from transcode.fold import scaled
-from transcode.plan import Kind, Output, Plan, Stack, has_input_scale
+from transcode.plan import Kind, Output, Plan, has_input_scale
 from transcode.recognise import Module
 from transcode.settle import Settled, prepare
+from transcode.stacks import Stack
 from transcode.unify import Unified
 
 

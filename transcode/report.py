@@ -18,9 +18,9 @@ from transcode.checkpoint import Checkpoint
 from transcode.destination import REPORT, write_json
 from transcode.files import read_json
 from transcode.pack import Job
-from transcode.plan import Stack
 from transcode.recognise import disagreements
 from transcode.settle import Settled, norm_share
+from transcode.stacks import Stack
 from transcode.unify import Decision
 
 COMPLETE = "complete"

@@ -15,10 +15,10 @@ from torch import Tensor
 
 from transcode.checkpoint import Reader
 from transcode.errors import FormatError, LossError
-from transcode.plan import Options, Stack
 from transcode.quant import E2M1, unpack_nibbles
 from transcode.recognise import Module
 from transcode.spec import Layout
+from transcode.stacks import Options, Stack
 from transcode.unify import Unified
 
 BYTES = torch.arange(256).to(torch.uint8).view(torch.float8_e4m3fn).float()

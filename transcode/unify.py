@@ -17,8 +17,9 @@ from transcode.checkpoint import Checkpoint, Reader
 from transcode.errors import FormatError, LossError
 from transcode.fold import changes, normed, refusal
 from transcode.names import address
-from transcode.plan import Plan, Stack, has_input_scale
+from transcode.plan import Plan, has_input_scale
 from transcode.recognise import Module
+from transcode.stacks import Stack
 
 
 @dataclass(frozen=True)

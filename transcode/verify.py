@@ -23,8 +23,9 @@ from transcode.errors import CheckpointError, FormatError
 from transcode.files import INDEX, read_json
 from transcode.header import TensorInfo, read_header
 from transcode.pack import Job, padded_codes, pieces, raw_bytes
-from transcode.plan import Kind, Options, Output, Plan
+from transcode.plan import Kind, Output, Plan
 from transcode.report import COMPLETE
+from transcode.stacks import Options
 
 
 def verify(source: Path, target: Path, device: torch.device) -> Iterator[str]:

@@ -26,8 +26,9 @@ from transcode.degrees import degrees
 from transcode.errors import CheckpointError, FormatError, LayoutError
 from transcode.files import INDEX, read_json, weight_map
 from transcode.names import address, natural
-from transcode.plan import Plan, packable
+from transcode.plan import Plan
 from transcode.recognise import Module, recognise
+from transcode.stacks import packable
 
 __all__ = ["LEVELS", "Finding", "examine"]
 
@@ -95,7 +96,7 @@ def _judge(checkpoint: Checkpoint) -> Iterator[Finding]:
 
 
 def _down_bias(packed: Mapping[str, Module]) -> Iterator[Finding]:
-    """Measured on an H200 with vLLM 0.25.1: `raw * w + bias * g * w` where routing weights apply."""
+    """Measured on an H200 with vLLM 0.25.1: `raw * w + bias * g * w` with routing weights w."""
     wheres = [(m, address(m.name)) for m in packed.values() if "bias" in m.leaves]
     biased = [m.name for m, at in wheres if at.expert is not None and at.projection == "down"]
     if biased:

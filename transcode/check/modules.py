@@ -17,9 +17,9 @@ from transcode.check.units import Unit, draft, units
 from transcode.checkpoint import Checkpoint
 from transcode.header import TensorInfo
 from transcode.names import address, family, natural
-from transcode.plan import COUNTS, experts_of
 from transcode.quant import Encoding
 from transcode.recognise import INSTEAD, LEAVES, REFUSED, SCALES, Module, Problem, Recognised
+from transcode.stacks import COUNTS, experts_of
 
 MTP_KEYS = ("num_nextn_predict_layers", "mtp_num_hidden_layers", "num_mtp_layers")
 _TURNED = re.compile(r".+\.experts\.[a-z]\w*\.\d+")

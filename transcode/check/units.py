@@ -8,9 +8,9 @@ from dataclasses import dataclass
 
 from transcode.checkpoint import Checkpoint
 from transcode.names import DELTA, GATE_UP, MLA, QKV, W1_W3, address, family
-from transcode.plan import NO_GEMM
 from transcode.quant import Encoding
 from transcode.recognise import Module
+from transcode.stacks import NO_GEMM
 
 JOINED_AS = {
     QKV: "qkv_proj", GATE_UP: "gate_up_proj", W1_W3: "gate_up_proj", MLA: "fused_qkv_a_proj",

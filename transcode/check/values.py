@@ -18,9 +18,9 @@ from transcode.checkpoint import Checkpoint, Reader
 from transcode.config import activation_dtype
 from transcode.errors import FormatError
 from transcode.names import address
-from transcode.plan import experts_of, siblings
 from transcode.recognise import Module
 from transcode.settle import BYTES
+from transcode.stacks import experts_of, siblings
 from transcode.unify import Scalars, read_scalars
 
 NAN, NEGATIVE = torch.tensor([0x7F, 0xFF]), torch.arange(0x81, 0xFF)

@@ -33,8 +33,9 @@ from transcode.gemm.ops import Ops, load
 from transcode.gemm.trial import Trial
 from transcode.header import read_header
 from transcode.pack import Job
-from transcode.plan import Plan, Stack
+from transcode.plan import Plan
 from transcode.settle import settle
+from transcode.stacks import Stack
 from transcode.unify import Decision, unify
 from transcode.verify import options_of
 

@@ -22,7 +22,7 @@ from transcode.gemm.wanted import (
     error,
     group,
 )
-from transcode.plan import Stack
+from transcode.stacks import Stack
 
 
 def dense_run(trial: Trial, stack: Stack) -> dict[str, Any]:

@@ -32,8 +32,8 @@ from transcode.gemm.wanted import (
     size,
 )
 from transcode.pack import Job
-from transcode.plan import Stack
 from transcode.quant import QuantTensor
+from transcode.stacks import Stack
 from transcode.unify import Decision
 
 EXPERTS = 4

@@ -17,7 +17,8 @@ from transcode.gemm.wanted import (
 )
 from transcode.header import TensorInfo
 from transcode.pack import Job
-from transcode.plan import Output, Stack
+from transcode.plan import Output
+from transcode.stacks import Stack
 
 ROWS = 16
 """Rows of a GEMM, and the fewest tokens of an MoE layer."""

@@ -11,10 +11,10 @@ from torch import Tensor
 
 from transcode.pack import Job
 from transcode.pack import bias as rounded_bias
-from transcode.plan import Stack
 from transcode.quant import QuantTensor
 from transcode.recognise import Module
 from transcode.settle import prepare
+from transcode.stacks import Stack
 
 CHUNK = 1 << 24
 """Elements of a matrix that are decoded at a time."""
