@@ -158,7 +158,7 @@ def test_a_changed_index_is_found(copies: tuple[Path, Path], name: str) -> None:
 
 def test_the_mark_of_a_finished_folder_is_asked_for(copies: tuple[Path, Path]) -> None:
     (copies[1] / "transcode_report.json").unlink()
-    difference(*copies, "does not say 'complete'")
+    difference(*copies, "transcode_report.json: missing")
 
 
 def test_other_files_are_compared(copies: tuple[Path, Path]) -> None:
@@ -169,7 +169,7 @@ def test_other_files_are_compared(copies: tuple[Path, Path]) -> None:
         *copies,
         "generation_config.json: differs",
         "tokenizer.json: missing",
-        "hf_quant_config.json: would mislead",
+        "hf_quant_config.json: not wanted",
     )
 
 

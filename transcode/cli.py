@@ -43,14 +43,14 @@ class Size(click.ParamType[int]):
 
 
 @contextmanager
-def reporting(as_json: bool) -> Iterator[None]:
+def reporting(as_json: bool, interrupted: str = "interrupted") -> Iterator[None]:
     """Turn every error that is a user's into one line and an exit code."""
     try:
         yield
     except TranscodeError as error:
         _fail(str(error), error.exit_code, as_json)
     except KeyboardInterrupt:
-        _fail("interrupted; the same command goes on where this one stopped", 130, as_json)
+        _fail(interrupted, 130, as_json)
     except OSError as error:
         _fail(f"{error.filename or 'I/O'}: {error.strerror or error}", 1, as_json)
 
@@ -121,11 +121,9 @@ def convert(
     as_json: bool,
 ) -> None:
     """Re-pack SRC into DST for a kernel, and prove every tensor."""
-    with reporting(as_json):
+    with reporting(as_json, "interrupted; the same command goes on where this one stopped"):
         from transcode import catalog
         from transcode import convert as line
-        from transcode.checkpoint import Checkpoint
-        from transcode.config import refuse_packed
         from transcode.destination import guard
         from transcode.dryrun import describe, outline
         from transcode.report import table
@@ -133,12 +131,9 @@ def convert(
         if target not in catalog.layouts():
             known = ", ".join(catalog.layouts())
             raise click.BadParameter(f"no {target!r}; there are {known}", param_hint="--to")
-        layout = catalog.layout(target)
+        ask = line.Ask(catalog.layout(target), dtype, unify, exact, tp, shard_size)
         guard(src, dst, overwrite=overwrite)
-        checkpoint = Checkpoint.open(src)
-        refuse_packed(checkpoint)
-        options = line.options_for(checkpoint, layout, dtype, unify, exact, tp, shard_size)
-        plan = line.plan_for(checkpoint, options)
+        checkpoint, plan = line.prepare(src, ask)
         if dry_run:
             click.echo(json.dumps(outline(plan), indent=2) if as_json else describe(plan))
             return
@@ -210,13 +205,16 @@ def check(src: Path, runtime: str | None, as_json: bool) -> None:
         from transcode.check import LEVELS, examine
 
         findings = examine(src, runtime)
+        stopped = any(f.level == "FAILS" for f in findings)
         if as_json:
             click.echo(json.dumps({"findings": [f.as_dict() for f in findings]}, indent=2))
         else:
             for finding in findings:
                 click.echo(str(finding))
             counts = ", ".join(f"{sum(f.level == n for f in findings)} {n}" for n in LEVELS)
-            click.echo(f"{src}: {counts}")
+            judged = runtime or "vllm and sglang"
+            loads = "" if stopped else f"; nothing found that keeps {judged} from loading it"
+            click.echo(f"{src}: {counts}{loads}")
         if any(f.level in ("WRONG", "FAILS") for f in findings):
             sys.exit(3)
 

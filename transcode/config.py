@@ -22,6 +22,21 @@ METHOD = "transcode"
 BLOCKS = ("quantization_config", "compression_config")
 """Keys under which a config describes its quantisation, at the top or in a nested block."""
 
+MODULE_LISTS = (
+    "ignore", "exclude_modules", "modules_to_not_convert", "ignored_layers", "quantized_layers",
+    "config_groups", "quantization",
+)  # fmt: skip
+"""Keys that list modules: the rest of a quantization config describes all of them."""
+
+WEIGHTS: dict[Encoding, dict[str, Any]] = {
+    Encoding.NVFP4: {"num_bits": 4, "type": "float", "group_size": 16},
+    Encoding.NVFP4_32: {"num_bits": 4, "type": "float", "group_size": 32},
+    Encoding.MXFP4: {"num_bits": 4, "type": "float", "group_size": 32},
+    Encoding.MXFP8: {"num_bits": 8, "type": "float", "group_size": 32},
+    Encoding.INT4: {"type": "int"},
+}
+"""How a config group describes an encoding's weights; FP8 has no group size."""
+
 
 def activation_dtype(checkpoint: Checkpoint) -> str:
     """The config's dtype if a Marlin kernel has it, else bfloat16."""
@@ -34,26 +49,50 @@ def activation_dtype(checkpoint: Checkpoint) -> str:
 
 
 def target_config(checkpoint: Checkpoint, mine: Mapping[str, Any]) -> dict[str, Any]:
-    """The source's config with this quantization config and no other."""
+    """The source's config with this quantization config and no other, and the packed dtype."""
     config = copy.deepcopy(checkpoint.config)
-    for block in (config, *(v for v in config.values() if isinstance(v, dict))):
-        for key in BLOCKS:
-            block.pop(key, None)
+    for path in removed(checkpoint):
+        *parents, last = path.split("/")
+        holder = config
+        for key in parents:
+            holder = holder[key]
+        del holder[last]
+    text = config.get("text_config")
+    for block in (config, text if isinstance(text, dict) else {}):
+        for key in ("dtype", "torch_dtype"):
+            if block.get(key) is not None:
+                block[key] = mine["activation_dtype"]
     return config | {"quantization_config": dict(mine)}
+
+
+def removed(checkpoint: Checkpoint) -> dict[str, Any]:
+    """Every quantization config in config.json, however deep, by its path `a/b/c`."""
+
+    def walk(block: Mapping[str, Any], path: str) -> Iterator[tuple[str, Any]]:
+        for key, value in block.items():
+            if key in BLOCKS:
+                yield path + key, value
+            elif isinstance(value, dict):
+                yield from walk(value, f"{path}{key}/")
+
+    return dict(walk(checkpoint.config, ""))
 
 
 def quantization_config(checkpoint: Checkpoint, job: Job) -> dict[str, Any]:
     """What a loader needs, and the source's own words for the way back."""
     plan = job.plan
     source, where = quantization(checkpoint)
-    carried = list(_carried(source, plan))
     fused = [s for s in plan.stacks if s.fused == "w13"]
     orders = {"gate_up" if len(s.groups[0]) == 2 else "up" for s in fused}
-    entries: dict[str, Any] = {
+    others = {path: block for path, block in removed(checkpoint).items() if block is not source}
+    if checkpoint.hf_quant_config is not None and where != "hf_quant_config.json":
+        others["hf_quant_config.json"] = checkpoint.hf_quant_config
+    return {
         "quant_method": METHOD,
         "layout": plan.options.layout.name,
         "layout_version": plan.options.layout.version,
         "activation_dtype": plan.options.dtype,
+        "w13_order": min(orders, default=None),
         "options": {
             "unify": plan.options.unify,
             "exact": plan.options.exact,
@@ -61,26 +100,25 @@ def quantization_config(checkpoint: Checkpoint, job: Job) -> dict[str, Any]:
         },
         "tp": degrees(plan, checkpoint.text_config),
         "modules": _modules(plan),
-        "carried": carried,
+        "carried": list(_carried(checkpoint, plan)),
         "ignore": [m.name for m in ordered(plan.modules) if _ignored(m)],
         "kv_cache": _kv_cache(checkpoint, source),
         "groups": _groups(job),
-        "sizes": _sizes(plan),
+        "sizes": _sizes(job),
         "source": source,
         "source_file": where,
+        "source_others": others,
     }
-    if orders:
-        entries["w13_order"] = min(orders)
-    if checkpoint.hf_quant_config is not None and where != "hf_quant_config.json":
-        entries["source_hf_quant_config"] = checkpoint.hf_quant_config
-    return entries
 
 
 def refuse_packed(checkpoint: Checkpoint) -> None:
     """Raise FormatError for a checkpoint that was packed by this program."""
     config = quantization(checkpoint)[0]
     if config.get("quant_method") == METHOD:
-        raise FormatError(f"is packed already ({config.get('layout')}): it cannot be read back yet")
+        raise FormatError(
+            f"{checkpoint.path.name} is packed already ({config.get('layout')}): it cannot be read "
+            "back yet"
+        )
 
 
 def ordered(modules: Mapping[str, Module]) -> list[Module]:
@@ -116,54 +154,67 @@ def key_of(module: Module) -> str:
     return str(module.encoding)
 
 
-def _carried(source: Mapping[str, Any], plan: Plan) -> Iterator[dict[str, Any]]:
+def _carried(checkpoint: Checkpoint, plan: Plan) -> Iterator[dict[str, Any]]:
     """Quantised modules that are not packed, with the source's own description of them."""
     found: dict[tuple[str, str], list[str]] = {}
     for module in ordered(plan.modules):
         if module.encoding is Encoding.UNQUANTISED or packable(module):
             continue
-        told = json.dumps(description(source, module), sort_keys=True)
+        told = json.dumps(description(checkpoint, module), sort_keys=True)
         found.setdefault((key_of(module), told), []).append(module.name)
     for (encoding, told), names in found.items():
         yield {"encoding": encoding, "modules": names, "config": json.loads(told)}
 
 
-def description(source: Mapping[str, Any], module: Module) -> dict[str, Any]:
-    """What the source's config says of one module: its entry, its group, or all but the lists."""
-    nested = source.get("quantization")
-    for config in (source, nested if isinstance(nested, dict) else {}):
-        layers = config.get("quantized_layers")
-        if isinstance(layers, dict):
-            name = module.name
-            while name:
-                if isinstance(layers.get(name), dict):
-                    return dict(layers[name])
-                name = name.rpartition(".")[0]
+def description(checkpoint: Checkpoint, module: Module) -> dict[str, Any]:
+    """What the source says of one module: its entry, its group, or all but the lists of modules."""
+    source = quantization(checkpoint)[0]
+    for config in (source, checkpoint.hf_quant_config or {}):
+        for block in (config, config.get("quantization")):
+            layers = block.get("quantized_layers") if isinstance(block, dict) else None
+            if entry := _nearest(layers, module.name):
+                return entry
     groups = source.get("config_groups")
-    bits = 4 if module.encoding in (Encoding.MXFP4, Encoding.INT4, Encoding.NVFP4) else 8
-    for group in groups.values() if isinstance(groups, dict) else ():
-        weights = group.get("weights") if isinstance(group, dict) else None
-        if (
-            isinstance(weights, dict)
-            and weights.get("num_bits") == bits
-            and _targets(group, module)
-        ):
-            return dict(group)
-    return {key: value for key, value in source.items() if not isinstance(value, list | dict)}
+    fitting = [
+        (_specific(group, module), group)
+        for group in (groups.values() if isinstance(groups, dict) else ())
+        if isinstance(group, dict) and _describes(group.get("weights"), module.encoding)
+    ]
+    best = max((rank for rank, _ in fitting), default=0)
+    if best:
+        return dict(next(group for rank, group in fitting if rank == best))
+    return {key: value for key, value in source.items() if key not in MODULE_LISTS}
 
 
-def _targets(group: Mapping[str, Any], module: Module) -> bool:
+def _nearest(layers: Any, name: str) -> dict[str, Any]:
+    """The entry of the module, or of the nearest container that has one."""
+    while name and isinstance(layers, dict):
+        if isinstance(layers.get(name), dict):
+            return dict(layers[name])
+        name = name.rpartition(".")[0]
+    return {}
+
+
+def _describes(weights: Any, encoding: Encoding) -> bool:
+    """Whether a group's weights are of this encoding, as far as it says."""
+    wanted = WEIGHTS.get(encoding, {"num_bits": 8, "type": "float"})
+    return isinstance(weights, dict) and all(
+        weights.get(key) in (value, None) for key, value in wanted.items()
+    )
+
+
+def _specific(group: Mapping[str, Any], module: Module) -> int:
+    """3 for a target that names the module, 2 for a pattern, 1 for a class, 0 for none."""
     targets = group.get("targets")
+    ranks = [0]
     for target in targets if isinstance(targets, list) else ():
-        if target in ("Linear", module.name) or module.name.startswith(f"{target}."):
-            return True
-        if (
-            isinstance(target, str)
-            and target.startswith("re:")
-            and _matches(target[3:], module.name)
-        ):
-            return True
-    return False
+        if target == module.name or module.name.startswith(f"{target}."):
+            ranks.append(3)
+        elif isinstance(target, str) and target.startswith("re:"):
+            ranks.append(2 if _matches(target[3:], module.name) else 0)
+        elif target == "Linear":
+            ranks.append(1)
+    return max(ranks)
 
 
 def _matches(pattern: str, name: str) -> bool:
@@ -191,16 +242,18 @@ def _groups(job: Job) -> list[dict[str, Any]]:
     return [{"name": name, "how": how, "groups": at} for (name, how), at in found.items()]
 
 
-def _sizes(plan: Plan) -> dict[str, dict[str, Any]]:
-    """Logical and padded sizes of every stack: rows of each member, and K."""
+def _sizes(job: Job) -> dict[str, dict[str, Any]]:
+    """Every stack: source format, logical and padded rows of each member and K, and the lift."""
     return {
         stack.name: {
             "experts": len(stack.groups) if stack.fused else None,
+            "formats": [m.format.name for m in stack.groups[0] if m.format],
             "n": [m.shape[0] for m in stack.groups[0]],
             "k": stack.groups[0][0].shape[1],
             "padded_n": list(stack.padded.rows),
             "padded_k": stack.padded.k,
             "splits": stack.padded.whole,
+            "lift": job.settled[stack.name].lift_entry(),
         }
-        for stack in plan.stacks
+        for stack in job.plan.stacks
     }

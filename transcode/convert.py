@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,12 @@ from tqdm import tqdm
 
 from transcode import __version__
 from transcode.checkpoint import Checkpoint, Reader, reader
-from transcode.config import activation_dtype, quantization_config, target_config
+from transcode.config import (
+    activation_dtype,
+    quantization_config,
+    refuse_packed,
+    target_config,
+)
 from transcode.destination import (
     EXPERT_INDEX,
     REPORT,
@@ -39,25 +45,36 @@ from transcode.stacks import Options
 from transcode.unify import unify
 
 
+def prepare(source: Path, ask: Ask) -> tuple[Checkpoint, Plan]:
+    """Open, recognise, plan: all that headers and configs can tell; raises what cannot be done."""
+    checkpoint = Checkpoint.open(source)
+    refuse_packed(checkpoint)
+    return checkpoint, plan_for(checkpoint, ask.options(checkpoint))
+
+
+@dataclass(frozen=True)
+class Ask:
+    """What the user asked for; a dtype of None is the config's own."""
+
+    layout: Layout
+    dtype: str | None = None
+    unify: str = "fold"
+    exact: bool = False
+    tp: int = 1
+    shard_size: int = 5_000_000_000
+
+    def options(self, checkpoint: Checkpoint) -> Options:
+        """The options for this checkpoint."""
+        dtype = self.dtype or activation_dtype(checkpoint)
+        return Options(self.layout, dtype, self.unify, self.exact, self.tp, self.shard_size)
+
+
 def plan_for(checkpoint: Checkpoint, options: Options) -> Plan:
-    """From an opened checkpoint to the plan; raises whatever makes it unusable."""
+    """From an opened checkpoint to the plan."""
     checkpoint.require_sound()
     recognised = recognise(checkpoint)
     require_nvfp4(checkpoint, recognised)
     return make(checkpoint, recognised.modules, options)
-
-
-def options_for(
-    checkpoint: Checkpoint,
-    layout: Layout,
-    dtype: str | None,
-    unify: str,
-    exact: bool,
-    tp: int,
-    size: int,
-) -> Options:
-    """The user's options, with the config's dtype where none was given."""
-    return Options(layout, dtype or activation_dtype(checkpoint), unify, exact, tp, size)
 
 
 def decide(checkpoint: Checkpoint, plan: Plan, read: Reader, device: torch.device) -> Job:

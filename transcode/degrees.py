@@ -12,24 +12,43 @@ from transcode.stacks import Stack
 HIGHEST = 64
 
 COLUMNS = (
-    "q_proj", "k_proj", "v_proj", "qkv_proj", "gate_proj", "up_proj", "gate_up_proj", "w1", "w3",
-    "q_b_proj", "kv_b_proj", "in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "in_proj_qkvz",
-    "in_proj_ba", "in_proj", "wq_b", "lm_head",
+    "q_proj", "k_proj", "v_proj", "gate_proj", "up_proj", "w1", "w3",
+    "q_b_proj", "kv_b_proj", "wq_b", "lm_head",
 )  # fmt: skip
 ROWS = ("o_proj", "down_proj", "w2", "out_proj", "wo_b")
 REPLICATED = ("q_a_proj", "kv_a_proj_with_mqa", "wq_a", "wkv")
-"""How runtimes split a dense linear, by its name; one that is not listed must fit both ways."""
+SECTIONS = (
+    "qkv_proj", "gate_up_proj", "in_proj", "in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a",
+    "in_proj_qkvz", "in_proj_ba",
+)  # fmt: skip
+"""How runtimes split a dense linear, by its name. SECTIONS are cut within parts that only the model
+knows: they serve one rank. A name that is not listed must fit by columns and by rows."""
+
+HEADS = (
+    "num_attention_heads", "linear_num_key_heads", "linear_num_value_heads", "mamba_num_heads",
+)  # fmt: skip
+"""Config keys of heads that are shared out among ranks."""
 
 
 def degrees(plan: Plan, config: Mapping[str, Any]) -> list[int]:
     """Every degree up to HIGHEST that divides the heads and cuts all packed tensors at tiles."""
-    heads = config.get("num_attention_heads")
     return [
         d
         for d in range(1, HIGHEST + 1)
-        if (not isinstance(heads, int) or heads % d == 0)
+        if all(_count(config, key) % d == 0 for key in HEADS)
+        and _kv_fits(_count(config, "num_key_value_heads"), d)
         and all(_serves(plan.options.layout, stack, d, config) for stack in plan.stacks)
     ]
+
+
+def _count(config: Mapping[str, Any], key: str) -> int:
+    value = config.get(key)
+    return value if isinstance(value, int) and value > 0 else 0
+
+
+def _kv_fits(heads: int, d: int) -> bool:
+    """Key and value heads are shared out, or replicated where there are fewer than ranks."""
+    return not heads or heads % d == 0 or d % heads == 0
 
 
 def _serves(layout: Layout, stack: Stack, d: int, config: Mapping[str, Any]) -> bool:
@@ -47,6 +66,8 @@ def _serves(layout: Layout, stack: Stack, d: int, config: Mapping[str, Any]) -> 
     roles = stack.roles()
     if all(role in REPLICATED for role in roles):
         return True
+    if any(role in SECTIONS for role in roles):
+        return False
     columns = all(role in COLUMNS for role in roles)
     down = all(role in ROWS for role in roles)
     parts = [_part(n, d, role, config) for n, role in zip(rows, roles, strict=True)]
@@ -56,11 +77,10 @@ def _serves(layout: Layout, stack: Stack, d: int, config: Mapping[str, Any]) -> 
 
 
 def _part(n: int, d: int, role: str, config: Mapping[str, Any]) -> int:
-    """A rank's rows; key and value heads are replicated where there are fewer than ranks."""
-    kv = config.get("num_key_value_heads")
-    if role in ("k_proj", "v_proj") and isinstance(kv, int) and kv and d > kv:
-        return n // kv if d % kv == 0 and n % kv == 0 else 0
-    return n // d if n % d == 0 else 0
+    """A rank's rows; 0 if they cannot be shared out."""
+    kv = _count(config, "num_key_value_heads")
+    parts = min(d, kv) if kv and role in ("k_proj", "v_proj") else d
+    return n // parts if n % parts == 0 else 0
 
 
 def _tiles(layout: Layout, rows: list[int] | tuple[int, ...], k: int) -> bool:

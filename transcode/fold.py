@@ -11,22 +11,30 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from transcode.checkpoint import Checkpoint, Reader
+from transcode.errors import LayoutError
 from transcode.header import TensorInfo
 from transcode.names import address, family
 from transcode.quant import Encoding
 from transcode.recognise import Module
+from transcode.stacks import Options
 
 BREAKS = re.compile(r"swiglu_limit|swiglu_alpha|swiglu_beta|situ|clamp")
 """Config keys that put something between the projections that is not linear in up."""
 
+ACTIVATION_KEYS = ("hidden_act", "hidden_activation", "mlp_hidden_act")
+
 LINEAR = re.compile(r"silu|swish|gelu\w*|(fast|quick)_gelu")
 """Activations of gated MLPs: whatever they do to gate, up is only multiplied."""
+
+TINY = torch.finfo(torch.float32).tiny
+"""The smallest normal float32: a scale below it would lose bits."""
 
 
 def normed(checkpoint: Checkpoint) -> frozenset[str]:
@@ -35,21 +43,34 @@ def normed(checkpoint: Checkpoint) -> frozenset[str]:
     return frozenset(parent for parent, _, leaf in modules if "norm" in leaf)
 
 
+@dataclass(frozen=True)
+class Pair:
+    """A gate and an up whose global scales differ, and the down that follows.
+
+    ratio: g_up / g_gate.  g_down: down's own factor where down is packed too, else None.
+    """
+
+    gate: Module
+    up: Module
+    down: Module | None
+    ratio: float
+    g_down: Tensor | None
+
+
 def refusal(
     checkpoint: Checkpoint,
     inner_norms: frozenset[str],
     read: Reader,
-    up: Module,
-    down: Module | None,
-    ratio: float,
+    pair: Pair,
+    options: Options,
 ) -> str:
-    """Why up's factor `ratio = g_up / g_gate` cannot move into down, or "" if it can."""
-    config = checkpoint.text_config
+    """Why up's factor cannot move into down, or "" if it can."""
+    config, up, down = checkpoint.text_config, pair.up, pair.down
     if not family(config.get("model_type")).foldable:
         return f"model_type {config.get('model_type')!r} is not on the checked list"
-    activation = str(config.get("hidden_act") or config.get("hidden_activation"))
-    if not LINEAR.fullmatch(activation):
-        return f"the activation is {activation}"
+    named = [config[key] for key in ACTIVATION_KEYS if config.get(key) is not None]
+    if not named or not all(LINEAR.fullmatch(str(activation)) for activation in named):
+        return f"the activation is {' and '.join(map(str, named)) or 'not named'}"
     if key := next(_breaking(checkpoint, up), ""):
         return f"the config sets {key}"
     if up.name.rpartition(".")[0] in inner_norms:
@@ -58,12 +79,29 @@ def refusal(
         return "there is no down"
     if down.encoding in (Encoding.UNQUANTISED, Encoding.NVFP4_32):
         return f"{down.name} is {down.encoding}: no scale that takes the factor"
-    if not math.isfinite(ratio) or ratio <= 0:
-        return f"the ratio is {ratio:g}"
-    for info, factor in changes(up, down, ratio):
+    if pair.g_down is not None and not _packs(pair.g_down, pair.ratio, options):
+        return f"{down.name}'s global scale times {pair.ratio:g} leaves float32's normal range"
+    for info, factor in changes(up, down, pair.ratio):
         if not _takes(read.tensor(info), info, factor):
             return f"{info} cannot take the factor {factor:.9g}"
     return ""
+
+
+def folded(g: Tensor, ratio: float) -> Tensor:
+    """A down projection's global scale with the factor, float32."""
+    return (g.double() * ratio).float()
+
+
+def _packs(g: Tensor, ratio: float, options: Options) -> bool:
+    """Whether the folded scale is 0 still, or normal and within the layout's range."""
+    result = folded(g, ratio)
+    if (result >= TINY) != (g > 0):
+        return False
+    try:
+        options.layout.pack_global(result.reshape(1), torch.ones(1), options.dtype)
+    except LayoutError:
+        return False
+    return True
 
 
 def changes(up: Module, down: Module, ratio: float) -> Iterator[tuple[TensorInfo, float]]:
@@ -93,28 +131,28 @@ def _takes(value: Tensor, info: TensorInfo, factor: float) -> bool:
             return False
         exponent = value.view(torch.uint8).int() + round(math.log2(factor))
         return bool(((exponent >= 0) & (exponent <= 254)).all())
+    result = scaled(value, info, factor)
     if info.dtype == "F32" and not info.name.endswith(".bias"):
-        result = scaled(value, info, factor)
-        return bool(torch.isfinite(result).all() and ((result != 0) == (value != 0)).all())
-    return power and torch.equal(scaled(value, info, factor).double(), value.double() * factor)
+        kept = torch.where(value.abs() >= TINY, result.abs() >= TINY, result == value)
+        return bool((torch.isfinite(result) & kept).all())
+    return power and torch.equal(result.double(), value.double() * factor)
 
 
 def _breaking(checkpoint: Checkpoint, up: Module) -> Iterator[str]:
     """Keys that are set for this kind of MLP and this layer, in the config and its text_config."""
     where = address(up.name)
-    shared = "shared" in where.parent
     for config in (checkpoint.config, checkpoint.text_config):
         for key, value in config.items():
             if not BREAKS.search(key):
                 continue
             twin = f"{key}_shared" in config
-            applies = shared if "shared" in key else not (shared and twin)
-            if applies and _set(value, where.layer):
+            applies = where.shared if "shared" in key else not (where.shared and twin)
+            if applies and _set(value, None if where.draft else where.layer):
                 yield key
 
 
 def _set(value: Any, layer: int | None) -> bool:
-    """Whether a value, or its entry for the layer, asks for something."""
-    if isinstance(value, list) and layer is not None and layer < len(value):
-        value = value[layer]
-    return bool(value)
+    """Whether a value, or its entry for the layer, or any where that is not known, is set."""
+    if not isinstance(value, list):
+        return bool(value)
+    return bool(value[layer]) if layer is not None and layer < len(value) else any(value)

@@ -25,6 +25,8 @@ PROJECTIONS = {
 _EXPERT = re.compile(r"(?P<container>.+\.experts)\.(?P<expert>\d{1,9})\.(?P<projection>\w+)")
 _TURNED = re.compile(r"(?P<container>.+\.experts)\.(?P<projection>\w+)\.(?P<expert>\d{1,9})")
 _LAYER = re.compile(r"(?:^|\.)(?:layers|layer|h|blocks|mtp)\.(\d{1,9})(?=\.|$)")
+_DRAFT = re.compile(r"(?:^|\.)(?:mtp|nextn)(?:_\w+)?\.")
+_DOWN = {"up_proj": "down_proj", "w3": "w2"}
 
 
 @dataclass(frozen=True)
@@ -35,6 +37,7 @@ class Address:
     leaf: its last name.  expert: its number among the parent's experts, or None.
     projection: "gate", "up", "down", or "" where it is no part of an MLP.
     layer: the number of the innermost numbered layer, or None.
+    draft: whether it belongs to a head that predicts several tokens (`mtp...`).
     """
 
     parent: str
@@ -42,6 +45,17 @@ class Address:
     expert: int | None
     projection: str
     layer: int | None
+    draft: bool
+
+    @property
+    def shared(self) -> bool:
+        """Whether it is part of a shared expert."""
+        return "shared_expert" in self.parent
+
+    @property
+    def table(self) -> bool:
+        """Whether it is a table that is looked up, not multiplied: an embedding."""
+        return self.leaf in ("wte", "wpe") or ("embed" in self.leaf and self.leaf != "embed_out")
 
 
 @dataclass(frozen=True)
@@ -86,12 +100,22 @@ def address(module: str) -> Address:
     """The address of a module's name."""
     numbers = _LAYER.findall(module)
     layer = int(numbers[-1]) if numbers else None
+    draft = _DRAFT.search(module) is not None
     if match := _EXPERT.fullmatch(module) or _TURNED.fullmatch(module):
         projection = match["projection"]
         kind = PROJECTIONS.get(projection, "")
-        return Address(match["container"], projection, int(match["expert"]), kind, layer)
+        return Address(match["container"], projection, int(match["expert"]), kind, layer, draft)
     parent, _, leaf = module.rpartition(".")
-    return Address(parent, leaf, None, PROJECTIONS.get(leaf, ""), layer)
+    return Address(parent, leaf, None, PROJECTIONS.get(leaf, ""), layer, draft)
+
+
+def down_of(up: str) -> str:
+    """The name of the down projection that follows an up projection."""
+    where = address(up)
+    turned = where.expert is not None and up.endswith(f".{where.expert}")
+    stem = up.removesuffix(f".{where.expert}") if turned else up
+    down = stem.removesuffix(where.leaf) + _DOWN.get(where.leaf, "")
+    return f"{down}.{where.expert}" if turned else down
 
 
 def natural(name: str) -> tuple[tuple[int, int, str], ...]:

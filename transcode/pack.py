@@ -101,7 +101,11 @@ def _scale(job: Job, stack: Stack, e: int, i: int) -> Tensor:
 def _bias(job: Job, stack: Stack, e: int, i: int) -> Tensor:
     value, _ = bias(stack.groups[e][i], job.plan.options.dtype, job.unified, job.read)
     value = pad(value, (0, stack.padded.rows[i] - len(value)))
-    return job.plan.options.layout.pack_bias(value)
+    layout = job.plan.options.layout
+    stored = layout.pack_bias(value)
+    if not torch.equal(layout.unpack_bias(stored).view(torch.int16), value.view(torch.int16)):
+        raise Mismatch(f"{stack.groups[e][i].name}: the bias does not come back from {layout.name}")
+    return stored
 
 
 def bias(module: Module, dtype: str, unified: Unified, read: Reader) -> tuple[Tensor, bool]:

@@ -5,6 +5,7 @@ It holds no time, host, user or absolute path: the same source and options give 
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
@@ -15,6 +16,7 @@ import torch
 
 from transcode import __version__
 from transcode.checkpoint import Checkpoint
+from transcode.degrees import degrees
 from transcode.destination import REPORT, write_json
 from transcode.files import read_json
 from transcode.pack import Job
@@ -37,6 +39,9 @@ def report(
     plan = job.plan
     outputs = list(plan.outputs())
     carried = [o for o in outputs if o.stack is None and o.name not in job.unified.scaled]
+    decisions: dict[str, list[Decision]] = {}
+    for decision in job.unified.decisions:
+        decisions.setdefault(decision.stack, []).append(decision)
     return {
         "status": COMPLETE,
         "versions": {"transcode": __version__, "torch": torch.__version__},
@@ -45,12 +50,13 @@ def report(
         "options": {**quantization["options"], "shard_size": plan.options.shard_size},
         "tp": quantization["tp"],
         "source": checkpoint.fingerprint(),
-        "stacks": [_stack(stack, job) for stack in plan.stacks],
+        "stacks": [_stack(stack, job, decisions.get(stack.name, [])) for stack in plan.stacks],
         "scaled": {n: f for n, f in job.unified.scaled.items() if n in checkpoint.tensors},
         "rounded_biases": list(rounded_biases),
         "carried": {
             "tensors": len(carried),
             "bytes": sum(o.nbytes for o in carried),
+            "by_layer": dict(Counter(_layer(o.name) for o in carried)),
             "encodings": dict(Counter(str(m.encoding) for m in plan.modules.values())),
         },
         "companions": list(companions),
@@ -75,15 +81,24 @@ def notes(checkpoint: Checkpoint, job: Job) -> Iterator[str]:
             "folded: the function is preserved, the matrices up and down are not; "
             "LoRA adapters for them need --unify rescale"
         )
+    for name, settled in job.settled.items():
+        if settled.flushes:
+            count, share = sum(f.count for f in settled.flushes), norm_share(settled.flushes)
+            yield f"{name}: {count} block scales become zero, {share:.1e} of the norm"
+        if settled.rounded:
+            yield f"{name}: {settled.rounded} block scales rounded, by {settled.worst:.1%} at most"
+    served = degrees(job.plan, checkpoint.text_config)
+    if job.plan.options.tp not in served:
+        yield f"--tp {job.plan.options.tp} is not served: the packed file fits tp {served}"
     for stack in job.plan.stacks:
         if not stack.padded.whole and len(stack.groups[0]) > 1:
             yield f"{stack.name}: padded as a whole, its members cannot be split"
 
 
-def _stack(stack: Stack, job: Job) -> dict[str, Any]:
+def _stack(stack: Stack, job: Job, decisions: Sequence[Decision]) -> dict[str, Any]:
     settled = job.settled[stack.name]
     rows = [m.shape[0] for m in stack.groups[0]]
-    decisions = [d for d in job.unified.decisions if d.stack == stack.name]
+    names = [m.name for group in stack.groups for m in group]
     proved = "equal but for those flushed" if settled.flushes else "value-equal"
     return {
         "name": stack.name,
@@ -93,7 +108,9 @@ def _stack(stack: Stack, job: Job) -> dict[str, Any]:
         "size": [rows, stack.groups[0][0].shape[1]],
         "padded": [list(stack.padded.rows), stack.padded.k],
         "unified": [asdict(d) for d in decisions],
-        "lift": settled.lift.tolist() if settled.lifts != "one" else float(settled.lift[0]),
+        "folded_into": {m: job.unified.folds[m] for m in names if m in job.unified.folds},
+        "missing_input_scales": [m for m in names if job.unified.scalars[m].input is None],
+        "lift": settled.lift_entry(),
         "lifts": settled.lifts,
         "rounded_scales": settled.rounded,
         "rounded_by_at_most": settled.worst,
@@ -104,12 +121,21 @@ def _stack(stack: Stack, job: Job) -> dict[str, Any]:
     }
 
 
+def _layer(name: str) -> str:
+    """A tensor's layer, `model.layers.3`, or "" outside of layers."""
+    found = re.match(r"(.*?\.)?(layers|blocks|h|mtp)\.\d+", name)
+    return found[0] if found else ""
+
+
 def _flushed(settled: Settled) -> dict[str, Any]:
     """How many scales became zero, their share of the norm, and the bytes for the way back."""
     return {
-        "count": sum(len(f.at) for f in settled.flushes),
+        "count": sum(f.count for f in settled.flushes),
         "norm_share": norm_share(settled.flushes),
-        "scales": [{"module": f.module, "at": f.at, "bytes": f.bytes} for f in settled.flushes],
+        "scales": [
+            {"module": f.module, "count": f.count, "at": f.at, "bytes": f.bytes}
+            for f in settled.flushes
+        ],
     }
 
 
@@ -129,7 +155,6 @@ def table(done: Mapping[str, Any]) -> str:
     if done["scaled"]:
         lines.append(f"scaled by a fold: {len(done['scaled'])} tensors")
     lines += [f"left out: {e['name']} ({e['reason']})" for e in done["left_out"]]
-    lines += [f"note: {note}" for note in done["notes"]]
     lines.append(f"{done['layout']}, {done['activation_dtype']}, tp {done['tp']}: {done['status']}")
     return "\n".join(lines)
 
@@ -147,15 +172,14 @@ def _row(stack: Mapping[str, Any]) -> tuple[str, ...]:
         stack["name"],
         experts + size(n, k),
         size(pn, pk) if (n, k) != (pn, pk) else "-",
-        _how([Decision(**d) for d in stack["unified"]]),
+        _how(stack),
         "per expert" if isinstance(lift, list) else f"{lift:g}",
         f"{flushed['count']} ({flushed['norm_share']:.1e})" if flushed["count"] else "0",
         "codes, scales",
     )
 
 
-def _how(decisions: Sequence[Decision]) -> str:
-    if not decisions:
-        return "equal"
-    counts = Counter(d.how for d in decisions)
-    return ", ".join(f"{count} {how}" for how, count in sorted(counts.items()))
+def _how(stack: Mapping[str, Any]) -> str:
+    counts = Counter(decision["how"] for decision in stack["unified"])
+    done = [f"{count} {how}" for how, count in sorted(counts.items())]
+    return ", ".join(done + ["takes a fold"] * bool(stack["folded_into"])) or "equal"

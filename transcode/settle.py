@@ -7,6 +7,7 @@ zeros).
 
 from __future__ import annotations
 
+from base64 import b64encode
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -14,7 +15,7 @@ import torch
 from torch import Tensor
 
 from transcode.checkpoint import Reader
-from transcode.errors import FormatError, LossError
+from transcode.errors import FormatError, LayoutError, LossError
 from transcode.quant import E2M1, unpack_nibbles
 from transcode.recognise import Module
 from transcode.spec import Layout
@@ -32,13 +33,15 @@ NAN = 0x7F
 class Flush:
     """Non-zero block scales of one matrix that the kernel's bytes cannot hold.
 
-    at: flat indices into `[N, K/16]`.  bytes: the E4M3 bytes there, for the way back.
+    at, bytes: for the way back, flat indices into `[N, K/16]` (little-endian uint32) and the E4M3
+    bytes there; both in base64.
     lost, norm: sums of squares of the flushed blocks' values and of the whole matrix.
     """
 
     module: str
-    at: tuple[int, ...]
-    bytes: tuple[int, ...]
+    count: int
+    at: str
+    bytes: str
     lost: float
     norm: float
 
@@ -48,7 +51,7 @@ class Settled:
     """What the scales of a stack say. g and lift: float32 `[E]`.
 
     lifts: "one" for a lift shared by all groups, "per expert" where that flushes fewer scales.
-    rounded, fallen: block scales rounded again, and those of them that became zero.
+    rounded, fallen: block scales that rounding changed, and those of them that became zero.
     worst: the largest relative change of a rounded scale that is normal afterwards, at most 1/17.
     nan: blocks of zeros whose scale was NaN.  zero: names of matrices that are zero.
     """
@@ -62,6 +65,10 @@ class Settled:
     worst: float
     nan: int
     zero: tuple[str, ...]
+
+    def lift_entry(self) -> float | list[float]:
+        """The lift as a config states it: one number, or one for each expert."""
+        return float(self.lift[0]) if self.lifts == "one" else self.lift.tolist()
 
 
 def prepare(module: Module, unified: Unified, read: Reader) -> Tensor:
@@ -120,9 +127,9 @@ def settle(stack: Stack, unified: Unified, options: Options, read: Reader) -> Se
                 nan += int(source[[0x7F, 0xFF]].sum())
             if module.name in unified.multiplier:
                 zeros = int(source[0x00] + source[0x80] + source[[0x7F, 0xFF]].sum())
-                rounded += int(scales.numel()) - zeros
                 fallen += int(histograms[e, i, 0]) - zeros
-                worst = max(worst, _change(module, scales, unified, read))
+                changed, by = _change(module, scales, unified, read)
+                rounded, worst = rounded + changed, max(worst, by)
     g = torch.stack([unified.g[group[0].name].reshape(()) for group in stack.groups])
     lift, lifts = _lifts(layout, histograms, options.dtype)
     flushes = [
@@ -133,10 +140,13 @@ def settle(stack: Stack, unified: Unified, options: Options, read: Reader) -> Se
     ]
     if flushes and options.exact:
         raise LossError(
-            f"{flushes[0].module}: {len(flushes[0].at)} block scales are too small for "
+            f"{flushes[0].module}: {flushes[0].count} block scales are too small for "
             f"{layout.name}, which would store zero; {len(flushes)} matrices in {stack.name}"
         )
-    layout.pack_global(g, lift, options.dtype)
+    try:
+        layout.pack_global(g, lift, options.dtype)
+    except LayoutError as error:
+        raise LayoutError(f"{stack.name}: {error}") from None
     zero = [m.name for group in stack.groups for m in group if unified.scalars[m.name].zero]
     return Settled(g, lift, lifts, tuple(flushes), rounded, fallen, worst, nan, tuple(zero))
 
@@ -147,13 +157,13 @@ def _histogram(module: Module, read: Reader) -> Tensor:
     return torch.bincount(raw.int().flatten(), minlength=256)
 
 
-def _change(module: Module, scales: Tensor, unified: Unified, read: Reader) -> float:
-    """The largest relative change of a scale that was rounded to a normal E4M3 number."""
+def _change(module: Module, scales: Tensor, unified: Unified, read: Reader) -> tuple[int, float]:
+    """How many scales rounding changed, and by how much at most where the result is normal."""
     assert module.format is not None
     source = read.tensor(module.leaf(module.format.scales)).double()
-    exact = source * unified.multiplier[module.name]
-    normal = scales.double() >= 2.0**-6
-    return float(((scales.double() - exact).abs() / exact)[normal].max()) if normal.any() else 0.0
+    exact = torch.nan_to_num(source, 0.0) * unified.multiplier[module.name]
+    error, normal = (scales.double() - exact).abs(), scales.double() >= 2.0**-6
+    return int((error > 0).sum()), float((error / exact)[normal].max()) if normal.any() else 0.0
 
 
 def _lifts(layout: Layout, histograms: Tensor, dtype: str) -> tuple[Tensor, str]:
@@ -188,11 +198,16 @@ def _flush(layout: Layout, module: Module, lift: Tensor, unified: Unified, read:
     at = lost.flatten().nonzero().flatten()
     return Flush(
         module.name,
-        tuple(at.tolist()),
-        tuple(scales.view(torch.uint8).flatten()[at].tolist()),
+        len(at),
+        _base64(at.numpy().astype("<u4").tobytes()),
+        _base64(scales.view(torch.uint8).flatten()[at].numpy().tobytes()),
         float(squares[lost].sum()),
         float(squares.sum()),
     )
+
+
+def _base64(data: bytes) -> str:
+    return b64encode(data).decode()
 
 
 def norm_share(flushes: Sequence[Flush]) -> float:

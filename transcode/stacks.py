@@ -18,9 +18,6 @@ from transcode.quant import Encoding
 from transcode.recognise import Module
 from transcode.spec import Layout, Padded
 
-NO_GEMM = ("embed_tokens", "word_embeddings", "wte", "embed")
-"""Leaf names of tables that are looked up, not multiplied: they stay as they are."""
-
 COUNTS = ("num_experts", "n_routed_experts", "num_local_experts", "moe_num_experts")
 """Config keys that say how many experts a layer has."""
 
@@ -57,7 +54,8 @@ class Stack:
         """`<container>.w13`, or `<parent>.q_proj+k_proj+v_proj`."""
         if self.fused:
             return f"{self.prefix}.{self.fused}"
-        return f"{self.prefix}." + "+".join(address(m.name).leaf for m in self.groups[0])
+        joined = "+".join(address(m.name).leaf for m in self.groups[0])
+        return f"{self.prefix}.{joined}".removeprefix(".")
 
     def roles(self) -> tuple[str, ...]:
         """The members' leaf names."""
@@ -66,7 +64,7 @@ class Stack:
 
 def packable(module: Module) -> bool:
     """Whether a module is in the encoding that the layout packs, and is multiplied with."""
-    return module.encoding is Encoding.NVFP4 and address(module.name).leaf not in NO_GEMM
+    return module.encoding is Encoding.NVFP4 and not address(module.name).table
 
 
 def experts_of(modules: Mapping[str, Module]) -> dict[str, dict[int, dict[str, Module]]]:
@@ -93,21 +91,22 @@ def expert_stacks(
         if odd:
             raise FormatError(f"{odd[0]}: an expert's projection that is not known here")
         up, down = first["up"].shape, first["down"].shape
-        if down != up[::-1]:
+        if up and down and down != up[::-1]:
             raise FormatError(
                 f"{container}: up is {list(up)}, down {list(down)}, wanted the transpose"
             )
+        inner, hidden = up or down[::-1]
         try:
-            size = options.layout.pad_experts(up[1], up[0], options.tp)
+            size = options.layout.pad_experts(hidden, inner, options.tp)
         except LayoutError as error:
             raise LayoutError(f"{container}: {error}") from None
         gated = ("gate", "up") if "gate" in first else ("up",)
         if packable(first["up"]):
-            padded = Padded((size,) * len(gated), up[1], True)
+            padded = Padded((size,) * len(gated), hidden, True)
             groups = tuple(tuple(experts[e][p] for p in gated) for e in sorted(experts))
             yield _checked(Stack(container, "w13", groups, padded), options)
         if packable(first["down"]):
-            padded = Padded((down[0],), size, True)
+            padded = Padded((hidden,), size, True)
             groups = tuple((experts[e]["down"],) for e in sorted(experts))
             yield _checked(Stack(container, "w2", groups, padded), options)
 

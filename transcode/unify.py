@@ -15,11 +15,10 @@ from torch import Tensor
 
 from transcode.checkpoint import Checkpoint, Reader
 from transcode.errors import FormatError, LossError
-from transcode.fold import changes, normed, refusal
-from transcode.names import address
+from transcode.fold import Pair, changes, folded, normed, refusal
+from transcode.names import address, down_of
 from transcode.plan import Plan, has_input_scale
 from transcode.recognise import Module
-from transcode.stacks import Stack
 
 
 @dataclass(frozen=True)
@@ -59,12 +58,14 @@ class Unified:
 
     multiplier: `g_i / g` for modules whose block scales must be rounded again, else absent.
     scaled: factors of tensors that are carried or permuted but take part in a fold.
+    folds: down projections by name, and the factor that moved into them.
     """
 
     scalars: Mapping[str, Scalars]
     g: Mapping[str, Tensor]
     multiplier: Mapping[str, float]
     scaled: Mapping[str, float]
+    folds: Mapping[str, float]
     decisions: tuple[Decision, ...]
     warnings: tuple[str, ...]
 
@@ -96,60 +97,46 @@ def unify(checkpoint: Checkpoint, plan: Plan, read: Reader) -> Unified:
             if len(set(values)) < 2:
                 g |= {m.name: scalars[live[0].name].factor for m in group if live}
                 continue
-            how, why, down = _how(checkpoint, plan, inner_norms, read, live, values)
+            pair = _pair(plan, scalars, live)
+            if plan.options.unify != "fold":
+                how, why = plan.options.unify, "as asked"
+            elif pair is None:
+                how, why = "rescale", "not a gate and an up"
+            else:
+                why = refusal(checkpoint, inner_norms, read, pair, plan.options)
+                how = "rescale" if why else "fold"
             decisions.append(Decision(stack.name, i, how, max(values) / min(values), why))
-            if how == "fold" and down:
-                ratio = values[1] / values[0]
-                scaled |= {t.name: factor for t, factor in changes(live[1], down, ratio)}
-                folds[down.name] = ratio
-                common = scalars[live[0].name].factor
+            if how == "fold" and pair and pair.down:
+                scaled |= {t.name: f for t, f in changes(pair.up, pair.down, pair.ratio)}
+                folds[pair.down.name] = pair.ratio
+                common = scalars[pair.gate.name].factor
             else:
                 common = max((scalars[m.name].factor for m in live), key=float)
                 others = [m for m in live if scalars[m.name].factor != common]
                 multiplier |= {m.name: float(g[m.name]) / float(common) for m in others}
             g |= {m.name: common for m in group}
-    for name in folds.keys() & g.keys():
-        g[name] = (g[name].double() * folds[name]).float()
+    g |= {name: folded(g[name], ratio) for name, ratio in folds.items() if name in g}
     _allowed(plan, decisions)
-    warnings = [*_warnings(modules, scalars)]
-    return Unified(scalars, g, multiplier, scaled, tuple(decisions), tuple(warnings))
+    warnings = tuple(_warnings(modules, scalars))
+    return Unified(scalars, g, multiplier, scaled, folds, tuple(decisions), warnings)
 
 
-def _how(
-    checkpoint: Checkpoint,
-    plan: Plan,
-    inner_norms: frozenset[str],
-    read: Reader,
-    live: list[Module],
-    values: list[float],
-) -> tuple[str, str, Module | None]:
-    """(`fold` or `rescale`, why not folded, down) for a group whose members differ."""
-    if plan.options.unify != "fold":
-        return plan.options.unify, "as asked", None
+def _pair(plan: Plan, scalars: Mapping[str, Scalars], live: list[Module]) -> Pair | None:
+    """The members as a gate and an up with their down; None if they are something else."""
     if [address(m.name).projection for m in live] != ["gate", "up"]:
-        return "rescale", "not a gate and an up", None
-    down = down_of(live[1], plan.modules)
-    why = refusal(checkpoint, inner_norms, read, live[1], down, values[1] / values[0])
-    return ("rescale" if why else "fold"), why, down
-
-
-def down_of(up: Module, modules: Mapping[str, Module]) -> Module | None:
-    """The down projection that follows an up projection, in whatever encoding."""
-    stem, _, leaf = up.name.rpartition(".")
-    name = {"up_proj": "down_proj", "w3": "w2"}.get(leaf)
-    if name is not None:
-        return modules.get(f"{stem}.{name}")
-    container, _, projection = stem.rpartition(".")  # experts.up_proj.7
-    return modules.get(
-        f"{container}.{ {'up_proj': 'down_proj', 'w3': 'w2'}.get(projection) }.{leaf}"
-    )
+        return None
+    gate, up = live
+    down = plan.modules.get(down_of(up.name))
+    ratio = float(scalars[up.name].factor) / float(scalars[gate.name].factor)
+    own = scalars.get(down.name) if down else None
+    return Pair(gate, up, down, ratio, own.factor if own else None)
 
 
 def _allowed(plan: Plan, decisions: list[Decision]) -> None:
     if not decisions:
         return
     first, more = decisions[0], len(decisions) - 1
-    place = f"{first.stack}, group {first.group}" + (f" (and {more} more groups)" if more else "")
+    place = f"{first.stack}, group {first.group}" + (f" (and {more} more)" if more else "")
     if plan.options.unify == "none":
         raise LossError(
             f"{place}: global scales differ {first.ratio:.4g}-fold, and --unify is none; "
@@ -159,8 +146,8 @@ def _allowed(plan: Plan, decisions: list[Decision]) -> None:
     if plan.options.exact and rounded:
         raise LossError(
             f"{rounded[0].stack}, group {rounded[0].group}: global scales differ "
-            f"{rounded[0].ratio:.4g}-fold and cannot be folded ({rounded[0].why}); rounding "
-            f"{len(rounded)} groups' block scales again is not exact"
+            f"{rounded[0].ratio:.4g}-fold, not folded: {rounded[0].why}; rounding block scales "
+            f"again is not exact ({len(rounded)} in all)"
         )
 
 
@@ -176,13 +163,3 @@ def _warnings(modules: list[Module], scalars: Mapping[str, Scalars]) -> Iterator
             f"{len(wrong)} input scales are not finite and > 0, {wrong[0]}'s is "
             f"{given[wrong[0]]:g} (not used here)"
         )
-
-
-def spread(stack: Stack, scalars: Mapping[str, Scalars]) -> list[tuple[int, float]]:
-    """The groups of a stack whose members' global scales differ, with the largest ratio in each."""
-    found = list[tuple[int, float]]()
-    for i, group in enumerate(stack.groups):
-        values = [float(scalars[m.name].factor) for m in group if not scalars[m.name].zero]
-        if len(set(values)) > 1:
-            found.append((i, max(values) / min(values)))
-    return found

@@ -1,11 +1,13 @@
 """Prove DST against SRC, both read from disk: everything is made again from SRC and DST's options.
 
-The Report is not believed. Packed weights are unpacked and compared with the source's codes; what
-has one right answer (scales, scalars, biases, carried tensors, configs) is compared byte by byte.
+The Report is not believed, but compared with one made now. Packed weights are unpacked and compared
+with the source's codes; what has one right answer (scales, scalars, biases, carried tensors,
+configs) is compared byte by byte.
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -17,14 +19,14 @@ from tqdm import tqdm
 from transcode.catalog import layout
 from transcode.checkpoint import Checkpoint, reader
 from transcode.config import METHOD, quantization_config, target_config
-from transcode.convert import decide, indexes, plan_for
+from transcode.convert import decide, indexes, inexact_biases, plan_for
 from transcode.destination import CHUNK, EXPERT_INDEX, MISLEADING, REPORT
 from transcode.errors import CheckpointError, FormatError
 from transcode.files import INDEX, read_json
 from transcode.header import TensorInfo, read_header
 from transcode.pack import Job, padded_codes, pieces, raw_bytes
 from transcode.plan import Kind, Output, Plan
-from transcode.report import COMPLETE
+from transcode.report import COMPLETE, report
 from transcode.stacks import Options
 
 
@@ -77,6 +79,8 @@ def _headers(root: Path, found: dict[str, TensorInfo]) -> Iterator[str]:
         except (CheckpointError, SafetensorError) as error:
             yield f"{path.name}: {error}"
             continue
+        if header.metadata.get("format") != "pt":
+            yield f"{path.name}: its header does not say format pt"
         if opened != set(header.tensors):
             yield f"{path.name}: safetensors reads other names than the header has"
         for name, info in header.tensors.items():
@@ -133,50 +137,75 @@ def _bytes(output: Output, info: TensorInfo, job: Job) -> Iterator[str]:
 def _configs(
     checkpoint: Checkpoint, job: Job, root: Path, found: Mapping[str, TensorInfo]
 ) -> Iterator[str]:
-    wanted = target_config(checkpoint, quantization_config(checkpoint, job))
+    quantization = quantization_config(checkpoint, job)
+    wanted = target_config(checkpoint, quantization)
     written = read_json(root / "config.json")
+    mine = written.pop("quantization_config")
+    theirs = wanted.pop("quantization_config")
     yield from _entries("config.json", written, wanted)
-    mine, theirs = written.get("quantization_config"), wanted["quantization_config"]
-    if isinstance(mine, dict):
-        yield from _entries("config.json: quantization_config", mine, theirs)
+    yield from _entries("config.json: quantization_config", mine, theirs)
     for name in (INDEX, EXPERT_INDEX):
         yield from _index(root, name, job.plan, found)
-    if not (root / REPORT).is_file() or read_json(root / REPORT).get("status") != COMPLETE:
+    yield from _report(checkpoint, job, quantization, root)
+
+
+def _report(
+    checkpoint: Checkpoint, job: Job, quantization: Mapping[str, Any], root: Path
+) -> Iterator[str]:
+    """The Report is made again too; versions and the evidence of kernels are its own."""
+    done = _read(root / REPORT)
+    if isinstance(done, str):
+        yield done
+        return
+    if done.get("status") != COMPLETE:
         yield f"{REPORT}: does not say {COMPLETE!r}"
+    wanted = report(checkpoint, job, quantization, [], inexact_biases(job))
+    for key in ("source", "stacks", "scaled", "rounded_biases", "carried"):
+        yield from _entries(REPORT, {key: done.get(key)}, {key: wanted[key]})
+
+
+def _read(path: Path) -> dict[str, Any] | str:
+    """A JSON object, or what is wrong with it."""
+    try:
+        return read_json(path)
+    except CheckpointError as error:
+        return str(error) if path.exists() else f"{path.name}: missing"
 
 
 def _entries(where: str, found: Mapping[str, Any], wanted: Mapping[str, Any]) -> Iterator[str]:
     for key in sorted(set(found) | set(wanted)):
-        if found.get(key) != wanted.get(key) and key != "quantization_config":
+        ours, theirs = (json.dumps(side.get(key), sort_keys=True) for side in (found, wanted))
+        if ours != theirs:
             yield f"{where}: {key} differs"
 
 
 def _index(root: Path, name: str, plan: Plan, found: Mapping[str, TensorInfo]) -> Iterator[str]:
     """Every tensor where the index says, whatever the shards are called."""
-    if not (root / name).is_file():
-        yield f"{name}: missing"
+    wanted, written = indexes(plan)[name], _read(root / name)
+    if isinstance(written, str):
+        yield written
         return
-    wanted = indexes(plan)[name]
-    written = read_json(root / name)
-    places = written.get("weight_map")
+    places, metadata = written.get("weight_map"), written.get("metadata")
     if not isinstance(places, dict) or set(places) != set(wanted["weight_map"]):
         yield f"{name}: names other tensors than it should"
         return
     wrong = [t for t, file in places.items() if t in found and found[t].file.name != file]
     if wrong:
         yield f"{name}: {wrong[0]} lies in {found[wrong[0]].file.name}, not in {places[wrong[0]]}"
-    size = written.get("metadata", {}).get("total_size")
-    if size != wanted["metadata"]["total_size"]:
-        yield f"{name}: total_size is {size}, wanted {wanted['metadata']['total_size']}"
+    if metadata != wanted["metadata"]:
+        yield f"{name}: metadata is {metadata}, wanted {wanted['metadata']}"
 
 
 def _companions(checkpoint: Checkpoint, root: Path) -> Iterator[str]:
-    for name in checkpoint.companions:
-        if name in MISLEADING:
-            continue
+    """The source's other files, and nothing else beside the shards."""
+    carried = [name for name in checkpoint.companions if name not in MISLEADING]
+    for name in carried:
         if not (root / name).is_file():
             yield f"{name}: missing"
         elif (root / name).read_bytes() != (checkpoint.path / name).read_bytes():
             yield f"{name}: differs from the source's"
-    if (root / "hf_quant_config.json").exists():
-        yield "hf_quant_config.json: would mislead a loader"
+    known = {*carried, "config.json", INDEX, EXPERT_INDEX, REPORT}
+    for path in sorted(p for p in root.rglob("*") if not p.is_dir() or p.is_symlink()):
+        name = path.relative_to(root).as_posix()
+        if name not in known and not (path.parent == root and path.suffix == ".safetensors"):
+            yield f"{name}: not wanted"

@@ -21,7 +21,7 @@ from transcode.check.units import draft, units
 from transcode.check.values import Values, groups_of, of_values
 from transcode.checkpoint import Checkpoint, reader
 from transcode.config import METHOD
-from transcode.convert import options_for, plan_for
+from transcode.convert import Ask, plan_for
 from transcode.degrees import degrees
 from transcode.errors import CheckpointError, FormatError, LayoutError
 from transcode.files import INDEX, read_json, weight_map
@@ -112,8 +112,7 @@ def _plan(checkpoint: Checkpoint) -> tuple[Plan | None, str]:
     """What `convert` would do, or why it would not."""
     layout = catalog.layout("marlin-nvfp4")
     try:
-        options = options_for(checkpoint, layout, None, "fold", False, 1, 5_000_000_000)
-        return plan_for(checkpoint, options), ""
+        return plan_for(checkpoint, Ask(layout).options(checkpoint)), ""
     except (CheckpointError, FormatError, LayoutError) as error:
         return None, str(error)
 

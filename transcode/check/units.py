@@ -10,7 +10,6 @@ from transcode.checkpoint import Checkpoint
 from transcode.names import DELTA, GATE_UP, MLA, QKV, W1_W3, address, family
 from transcode.quant import Encoding
 from transcode.recognise import Module
-from transcode.stacks import NO_GEMM
 
 JOINED_AS = {
     QKV: "qkv_proj", GATE_UP: "gate_up_proj", W1_W3: "gate_up_proj", MLA: "fused_qkv_a_proj",
@@ -45,7 +44,7 @@ def units(checkpoint: Checkpoint, modules: Mapping[str, Module]) -> list[Unit]:
     found: dict[tuple[str, bool], list[Module]] = {}
     for module in modules.values():
         where = address(module.name)
-        if len(module.shape) != 2 or where.leaf in NO_GEMM or "embed" in where.leaf:
+        if len(module.shape) != 2 or where.table:
             continue
         joined = place.get(where.leaf)
         if where.expert is not None:
