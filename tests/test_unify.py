@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn.functional import silu
 
 from tests import packed
-from tests.build import Spec, build, edit_config
+from tests.build import Spec, build, edit, edit_config
 from tests.convert import pack, run
 
 RATIOS = (1.37, 2.0, 10.0, (1.37, 0.25, 7.0, 1.0))
@@ -254,3 +254,65 @@ def test_exact_refuses_to_flush(tmp_path: Path) -> None:
     ran = run("convert", "--to", "marlin-nvfp4", "--exact", tmp_path / "a", tmp_path / "b")
     assert ran.code == 4
     assert "too small" in ran.err
+
+
+def scaled(folder: Path, leaf: str, factor: float, where: str = "experts") -> None:
+    """Multiply the global scales of all projections of this name."""
+
+    def change(t: dict[str, Tensor]) -> dict[str, Tensor]:
+        for name in t:
+            if where in name and name.endswith(leaf):
+                t[name] = (t[name].double() * factor).float()
+        return t
+
+    edit(folder, change)
+
+
+@pytest.mark.parametrize(
+    ("up", "down"), [(1e-23, 1e-23), (1e-20, 1e-15), (1e-36, 1.0), (1e30, 1e6), (1e-34, 1e4)]
+)
+def test_a_fold_that_would_leave_the_normal_range_falls_back(
+    tmp_path: Path, up: float, down: float
+) -> None:
+    build(tmp_path / "src", replace(MOE, layers=1))
+    scaled(tmp_path / "src", "up_proj.weight_scale_2", up)
+    scaled(tmp_path / "src", "down_proj.weight_scale_2", down)
+    ran = run("convert", "--to", "marlin-nvfp4", tmp_path / "src", tmp_path / "dst")
+    if ran.code:  # the source's own scale is out of the kernel's range
+        assert "no finite normal float32" in ran.err
+        return
+    found, source = packed.weights(tmp_path / "dst"), packed.tensors(tmp_path / "src")
+    mlp = "model.layers.0.mlp.experts.0"
+    if "fold" in hows(tmp_path / "dst"):
+        g = float(source[f"{mlp}.up_proj.weight_scale_2"].double() * 1.0)
+        ratio = g / float(source[f"{mlp}.gate_proj.weight_scale_2"])
+        want = float(source[f"{mlp}.down_proj.weight_scale_2"].double()) * ratio
+        assert want >= torch.finfo(torch.float32).tiny
+    assert torch.count_nonzero(found[f"{mlp}.down_proj"])
+
+
+def test_a_foreign_scale_that_would_lose_bits_is_not_folded_into(tmp_path: Path) -> None:
+    build(tmp_path / "src", replace(MOE, layers=1, down="fp8"))
+    scaled(tmp_path / "src", "up_proj.weight_scale_2", 1e-7)
+    scaled(tmp_path / "src", "down_proj.weight_scale", 1e-33)
+    assert hows(pack(tmp_path / "src", tmp_path / "dst")) == {"rescale"}
+
+
+def test_every_named_activation_must_be_known(tmp_path: Path) -> None:
+    build(tmp_path / "src", replace(MOE, gate_up_ratio=1.37))
+    edit_config(tmp_path / "src", change("hidden_activation", "swigluoai"))
+    assert hows(pack(tmp_path / "src", tmp_path / "dst")) == {"rescale"}
+
+
+def test_any_limit_of_a_list_counts_for_an_mtp_layer(tmp_path: Path) -> None:
+    spec = replace(MOE, layers=2, mtp_layers=1, mtp="nvfp4", gate_up_ratio=1.37)
+    build(tmp_path / "src", spec)
+    edit_config(tmp_path / "src", change("swiglu_limits", [0.0, 0.0, 7.0]))
+    target = pack(tmp_path / "src", tmp_path / "dst")
+    by_layer = {
+        s["name"]: {d["how"] for d in s["unified"]}
+        for s in report(target)["stacks"]
+        if s["unified"]
+    }
+    assert by_layer["model.layers.0.mlp.experts.w13"] == {"fold"}
+    assert by_layer["mtp.layers.0.mlp.experts.w13"] == {"rescale"}
