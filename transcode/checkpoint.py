@@ -14,7 +14,17 @@ import torch
 from torch import Tensor
 
 from transcode.errors import CheckpointError
-from transcode.files import INDEX, LeftOut, Shard, companions, read_json, shards, weight_map
+from transcode.files import (
+    INDEX,
+    LeftOut,
+    Shard,
+    companions,
+    instead,
+    read_json,
+    resolved,
+    shards,
+    weight_map,
+)
 from transcode.header import TensorInfo
 
 DTYPES = {
@@ -49,13 +59,14 @@ class Checkpoint:
     @staticmethod
     def open(path: Path) -> Checkpoint:
         """Read headers, index and config; raises CheckpointError for what no reader could use."""
-        root = path.resolve()
+        root = resolved(path)
         if not root.is_dir():
             raise CheckpointError(f"{path}: no such folder")
         index = weight_map(root)
         found, strange = shards(root, index)
         if not found:
-            raise CheckpointError(f"{path}: no checkpoint: no *.safetensors at its top level")
+            why = instead(root, strange)
+            raise CheckpointError(f"{path}: no checkpoint: no *.safetensors at its top level{why}")
         if not (root / "config.json").is_file():
             raise CheckpointError(f"{path}: no checkpoint: config.json is missing")
         tensors = {name: t for shard in found for name, t in shard.header.tensors.items()}
@@ -64,7 +75,7 @@ class Checkpoint:
         return Checkpoint(
             path=root,
             config=read_json(root / "config.json"),
-            hf_quant_config=read_json(hf_quant) if hf_quant.is_file() else None,
+            hf_quant_config=read_json(hf_quant) if os.path.lexists(hf_quant) else None,
             shards=tuple(found),
             tensors=tensors,
             companions=tuple(others),
@@ -90,7 +101,8 @@ class Checkpoint:
                 now = shard.path.stat()
             except OSError as error:
                 raise CheckpointError(f"{shard.name}: {error.strerror} while being read") from error
-            if (now.st_size, now.st_mtime_ns) != (shard.header.size, shard.header.changed):
+            then = shard.header
+            if (now.st_size, now.st_mtime_ns, now.st_ino) != (then.size, then.changed, then.inode):
                 raise CheckpointError(f"{shard.name} changed while it was being read")
 
     @cached_property
@@ -124,8 +136,9 @@ def _index_notes(root: Path, index: dict[str, str], found: list[Shard]) -> Itera
         yield f"{INDEX}: {unlisted} tensors of its shards are missing from it; they go along"
     metadata = read_json(root / INDEX).get("metadata")
     claimed = metadata.get("total_size") if isinstance(metadata, dict) else None
-    total = sum(t.nbytes for shard in found for t in shard.header.tensors.values())
-    if claimed is not None and claimed != total:
+    sizes = [(s.named, sum(t.nbytes for t in s.header.tensors.values())) for s in found]
+    total = sum(size for _, size in sizes)
+    if claimed is not None and claimed not in (total, sum(size for named, size in sizes if named)):
         yield f"{INDEX}: total_size is {claimed}, the shards hold {total} bytes"
 
 
@@ -149,7 +162,10 @@ class Reader:
         data = bytearray(info.nbytes)
         view, at, fd = memoryview(data), info.start, self.file(info)
         while view:
-            count = os.preadv(fd, [view], at)
+            try:
+                count = os.preadv(fd, [view], at)
+            except OSError as error:
+                raise CheckpointError(f"{info.file.name}: {error.strerror}") from error
             if not count:
                 raise CheckpointError(f"{info.file.name}: ends inside {info.name}; did it change?")
             view, at = view[count:], at + count

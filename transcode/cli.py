@@ -55,8 +55,24 @@ def reporting(as_json: bool, interrupted: str = "interrupted") -> Iterator[None]
         _fail(f"{error.filename or 'I/O'}: {error.strerror or error}", 1, as_json)
 
 
+def clean(line: str) -> str:
+    """A line without control characters and what no terminal can print."""
+    plain = line.encode(errors="backslashreplace").decode()
+    return "".join(c if c.isprintable() else " " for c in plain)
+
+
+def say(text: str) -> None:
+    """Print a result, line by line as `clean` has it."""
+    click.echo("\n".join(map(clean, text.splitlines())))
+
+
+def one_line(message: str) -> str:
+    """A message on one line, one space between words."""
+    return " ".join(clean(message).split())
+
+
 def _fail(message: str, code: int, as_json: bool) -> None:
-    click.echo(f"transcode: {' '.join(message.split())}", err=True)
+    click.echo(f"transcode: {one_line(message)}", err=True)
     if as_json:
         click.echo(json.dumps({"error": message, "exit_code": code}, indent=2))
     sys.exit(code)
@@ -135,14 +151,14 @@ def convert(
         guard(src, dst, overwrite=overwrite)
         checkpoint, plan = line.prepare(src, ask)
         if dry_run:
-            click.echo(json.dumps(outline(plan), indent=2) if as_json else describe(plan))
+            say(json.dumps(outline(plan), indent=2) if as_json else describe(plan))
             return
         done = line.convert(
             src, dst, checkpoint, plan, line.device_for(device), overwrite=overwrite
         )
         for note in done["notes"]:
-            click.echo(f"transcode: {note}", err=True)
-        click.echo(json.dumps(done, indent=2) if as_json else table(done))
+            click.echo(f"transcode: {one_line(note)}", err=True)
+        say(json.dumps(done, indent=2) if as_json else table(done))
 
 
 @main.command()
@@ -179,18 +195,17 @@ def verify(
 
         found = list(differences(src, dst, device_for(device)))
         result: dict[str, Any] = {"equal": not found, "differences": found}
-        same = f"{dst} means what {src} means: every tensor proved"
-        lines = found or [same]
+        equal = "\n".join(found) or f"{dst} means what {src} means: every tensor proved"
         if kernel:
             from transcode.gemm import kernel_check, table
             from transcode.report import record
 
             if not as_json:
-                click.echo("\n".join(lines))
-            evidence = kernel_check(src, dst, libraries, everything)
-            record(dst, evidence)
-            result["kernel"], lines = evidence, [table(evidence)]
-        click.echo(json.dumps(result, indent=2) if as_json else "\n".join(lines))
+                say(equal)
+            result["kernel"] = kernel_check(src, dst, libraries, everything)
+            record(dst, result["kernel"])
+            equal = table(result["kernel"])
+        say(json.dumps(result, indent=2) if as_json else equal)
         if found or (kernel and not result["kernel"]["passed"]):
             sys.exit(3)
 
@@ -210,11 +225,11 @@ def check(src: Path, runtime: str | None, as_json: bool) -> None:
             click.echo(json.dumps({"findings": [f.as_dict() for f in findings]}, indent=2))
         else:
             for finding in findings:
-                click.echo(str(finding))
+                click.echo(one_line(str(finding)))
             counts = ", ".join(f"{sum(f.level == n for f in findings)} {n}" for n in LEVELS)
             judged = runtime or "vllm and sglang"
             loads = "" if stopped else f"; nothing found that keeps {judged} from loading it"
-            click.echo(f"{src}: {counts}{loads}")
+            click.echo(one_line(f"{src}: {counts}{loads}"))
         if any(f.level in ("WRONG", "FAILS") for f in findings):
             sys.exit(3)
 
@@ -229,7 +244,7 @@ def inspect(src: Path, as_json: bool) -> None:
         from transcode.inspect import table
 
         seen = look(src)
-        click.echo(json.dumps(seen, indent=2) if as_json else table(seen))
+        say(json.dumps(seen, indent=2) if as_json else table(seen))
 
 
 @main.command()

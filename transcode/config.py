@@ -220,7 +220,7 @@ def _specific(group: Mapping[str, Any], module: Module) -> int:
 def _matches(pattern: str, name: str) -> bool:
     try:
         return re.match(pattern, name) is not None
-    except re.error:
+    except (re.error, RecursionError, OverflowError):
         return False
 
 

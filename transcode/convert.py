@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -42,7 +42,7 @@ from transcode.report import report
 from transcode.settle import Settled, settle
 from transcode.spec import Layout
 from transcode.stacks import Options
-from transcode.unify import unify
+from transcode.unify import Unified, unify
 
 
 def prepare(source: Path, ask: Ask) -> tuple[Checkpoint, Plan]:
@@ -83,18 +83,17 @@ def decide(checkpoint: Checkpoint, plan: Plan, read: Reader, device: torch.devic
     settled = dict[str, Settled]()
     for stack in tqdm(plan.stacks, desc="scales", unit="stack", disable=None, leave=False):
         settled[stack.name] = settle(stack, unified, plan.options, read)
-    job = Job(plan, unified, settled, read, device)
-    if plan.options.exact and (rounded := inexact_biases(job)):
+    rounded = [*inexact_biases(plan, unified, read)]
+    if plan.options.exact and rounded:
         raise LossError(f"{rounded[0]}.bias is not exact in {plan.options.dtype}")
-    return job
+    return Job(plan, unified, settled, read, device, tuple(rounded))
 
 
-def inexact_biases(job: Job) -> list[str]:
+def inexact_biases(plan: Plan, unified: Unified, read: Reader) -> Iterator[str]:
     """The packed modules whose bias is rounded to the activation dtype."""
-    modules = [m for s in job.plan.stacks for g in s.groups for m in g if "bias" in m.leaves]
-    return [
-        m.name for m in modules if not bias(m, job.plan.options.dtype, job.unified, job.read)[1]
-    ]
+    for module in (m for stack in plan.stacks for group in stack.groups for m in group):
+        if "bias" in module.leaves and not bias(module, plan.options.dtype, unified, read)[1]:
+            yield module.name
 
 
 def convert(
@@ -119,7 +118,7 @@ def convert(
                 _write(place, shard, job, bar)
         done = _accompany(checkpoint, place, job)
         checkpoint.require_unchanged()
-    finish(place, target)
+    finish(place, target, names_of(done, plan))
     return done
 
 
@@ -136,13 +135,13 @@ def _write(place: Path, shard: OutputShard, job: Job, bar: Any) -> None:
             start += data.numel()
             bar.update(data.numel())
 
-    write_shard(place, shard, metadata_of(shard, job.plan), fill)
+    packed = any(output.stack for output in shard.outputs)
+    write_shard(place, shard, metadata_of(packed, job.plan), fill)
 
 
-def metadata_of(shard: OutputShard, plan: Plan) -> dict[str, str]:
-    """A shard's header metadata: what layout its packed tensors are in."""
+def metadata_of(packed: bool, plan: Plan) -> dict[str, str]:
+    """A shard's header metadata: what layout its packed tensors are in, if it has any."""
     layout = plan.options.layout
-    packed = any(o.stack for o in shard.outputs)
     mine = {"transcode.layout": f"{layout.name} {layout.version}"} if packed else {}
     return {"format": "pt", **mine}
 
@@ -154,7 +153,7 @@ def _accompany(checkpoint: Checkpoint, place: Path, job: Job) -> dict[str, Any]:
         write_json(place / name, entries)
     quantization = quantization_config(checkpoint, job)
     write_json(place / "config.json", target_config(checkpoint, quantization))
-    done = report(checkpoint, job, quantization, companions, inexact_biases(job))
+    done = report(checkpoint, job, quantization, companions)
     write_json(place / REPORT, done)
     return done
 
@@ -166,6 +165,12 @@ def indexes(plan: Plan) -> dict[str, Mapping[str, Any]]:
         INDEX: index_of(plain),
         EXPERT_INDEX: index_of([s for s in plan.shards if is_experts(s)]),
     }
+
+
+def names_of(done: Mapping[str, Any], plan: Plan) -> set[str]:
+    """Every file of a finished destination."""
+    fixed = ("config.json", INDEX, EXPERT_INDEX, REPORT)
+    return {*fixed, *(shard.name for shard in plan.shards), *done["companions"]}
 
 
 def is_experts(shard: OutputShard) -> bool:

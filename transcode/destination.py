@@ -5,17 +5,17 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from transcode.checkpoint import Checkpoint
-from transcode.errors import DestinationError
-from transcode.files import INDEX
-from transcode.header import TensorInfo, layout
+from transcode.errors import CheckpointError, DestinationError
+from transcode.files import INDEX, PLAN, UNFINISHED, read_json, resolved
+from transcode.header import TensorInfo, is_text, layout
 from transcode.plan import OutputShard, Plan
 
-PLAN = ".transcode-plan.json"
 EXPERT_INDEX = "transcode.index.json"
 REPORT = "transcode_report.json"
 MISLEADING = (
@@ -33,15 +33,22 @@ CHUNK = 16 << 20
 
 def guard(source: Path, target: Path, *, overwrite: bool) -> None:
     """Raise DestinationError unless DST is apart from SRC and free, or may be replaced."""
-    src, dst = source.resolve(), target.resolve()
+    src, dst = resolved(source), resolved(target)
     if src == dst or src.is_relative_to(dst) or dst.is_relative_to(src):
         raise DestinationError(f"{target} is {source}, inside or around it: choose another place")
+    for place in (partial(target), old(target)):
+        if src.is_relative_to(resolved(place)):
+            raise DestinationError(f"{source} lies where {place} would be: choose another place")
+    if not is_text(str(dst)):
+        raise DestinationError(f"{target}: no Unicode text, as safetensors' reader wants paths")
     if not (target.exists() or target.is_symlink()):
         return
     if not target.is_dir() or target.is_symlink():
         raise DestinationError(f"{target} exists and is no folder")
     if not any(target.iterdir()):
         return
+    if os.path.lexists(old(target)):
+        raise DestinationError(f"{old(target)} is in the way: an old {target} would go there")
     if not overwrite:
         raise DestinationError(
             f"{target} exists; --overwrite replaces it once the new one is complete"
@@ -53,6 +60,11 @@ def guard(source: Path, target: Path, *, overwrite: bool) -> None:
 def partial(target: Path) -> Path:
     """Where the work lies until it is complete."""
     return target.absolute().parent / f"{target.absolute().name}.partial"
+
+
+def old(target: Path) -> Path:
+    """Where what is replaced lies for the moment."""
+    return target.absolute().parent / f"{target.absolute().name}.old"
 
 
 def identity(checkpoint: Checkpoint, plan: Plan, version: str) -> dict[str, Any]:
@@ -67,6 +79,7 @@ def identity(checkpoint: Checkpoint, plan: Plan, version: str) -> dict[str, Any]
         "tp": options.tp,
         "shard_size": options.shard_size,
         "source": checkpoint.fingerprint(),
+        "last change of each shard": [shard.header.changed for shard in checkpoint.shards],
         "config": checkpoint.config,
         "hf_quant_config": checkpoint.hf_quant_config,
     }
@@ -75,20 +88,28 @@ def identity(checkpoint: Checkpoint, plan: Plan, version: str) -> dict[str, Any]
 def begin(target: Path, wanted: Mapping[str, Any]) -> Path:
     """Make or take up `DST.partial`; DestinationError if another plan's work lies there."""
     place = partial(target)
-    if not place.is_dir():
-        place.mkdir(parents=True)
-    elif (place / PLAN).is_file():
-        _same(place, json.loads((place / PLAN).read_bytes()), wanted)
+    if place.is_symlink():
+        raise DestinationError(f"{place} is a link; the work must lie beside {target}")
+    place.mkdir(parents=True, exist_ok=True)
+    if (place / PLAN).is_file():
+        _same(place, _plan_of(place), wanted)
         return place
-    elif any(place.iterdir()):
-        raise DestinationError(f"{place} exists and is not ours; remove it")
+    if any(path.name != PLAN + UNFINISHED for path in place.iterdir()):
+        raise DestinationError(f"{place} exists and is not ours; remove it or choose another place")
     write_json(place / PLAN, wanted)
     return place
 
 
+def _plan_of(place: Path) -> dict[str, Any]:
+    try:
+        return read_json(place / PLAN)
+    except CheckpointError as error:
+        raise DestinationError(f"{place} holds a plan that cannot be read ({error})") from None
+
+
 def _same(place: Path, found: Mapping[str, Any], wanted: Mapping[str, Any]) -> None:
     for key in wanted:
-        if found.get(key) != wanted[key]:
+        if json.dumps(found.get(key), sort_keys=True) != json.dumps(wanted[key], sort_keys=True):
             short = isinstance(wanted[key], str | int)
             what = (
                 f"{key} was {found.get(key)}, is {wanted[key]}" if short else f"the {key} differs"
@@ -116,8 +137,8 @@ def write_shard(
     `fill(fd, index, start)` writes the bytes of `shard.outputs[index]` at `start`.
     """
     head, starts = layout({o.name: (o.dtype, o.shape) for o in shard.outputs}, metadata)
-    unfinished = place / f"{shard.name}.unfinished"
-    with unfinished.open("wb") as file:
+    unfinished = place / f"{shard.name}{UNFINISHED}"
+    with _named(unfinished), unfinished.open("wb") as file:
         file.write(head)
         file.flush()
         file.truncate(len(head) + shard.nbytes)
@@ -125,6 +146,17 @@ def write_shard(
             fill(file.fileno(), index, starts[output.name])
         os.fsync(file.fileno())
     unfinished.rename(place / shard.name)
+
+
+@contextmanager
+def _named(path: Path) -> Iterator[None]:
+    """Say which file could not be written, and that nothing finished is lost."""
+    try:
+        yield
+    except OSError as error:
+        raise DestinationError(
+            f"{path}: {error.strerror}; what is finished stays in {path.parent}"
+        ) from error
 
 
 def write_at(fd: int, data: memoryview, at: int) -> None:
@@ -141,7 +173,10 @@ def copy_range(info: TensorInfo, source: int, fd: int, at: int) -> None:
         try:
             count = os.copy_file_range(source, fd, left, start, at)
         except OSError:
-            data = os.pread(source, min(left, CHUNK), start)
+            try:
+                data = os.pread(source, min(left, CHUNK), start)
+            except OSError as error:
+                raise CheckpointError(f"{info.file.name}: {error.strerror}") from error
             count = os.pwrite(fd, data, at)
         if not count:
             raise DestinationError(f"{info.file.name}: ends inside {info.name}; did it change?")
@@ -152,15 +187,20 @@ def copy_companions(checkpoint: Checkpoint, place: Path) -> list[str]:
     """Copy the other files that go along; those that would mislead a loader stay behind."""
     carried = [name for name in checkpoint.companions if name not in MISLEADING]
     for name in carried:
-        (place / name).parent.mkdir(parents=True, exist_ok=True)
-        shutil.copyfile(checkpoint.path / name, place / name)
+        with (checkpoint.path / name).open("rb") as source, _named(place / name):
+            (place / name).parent.mkdir(parents=True, exist_ok=True)
+            with (place / name).open("wb") as copy:
+                shutil.copyfileobj(source, copy)
+                copy.flush()
+                os.fsync(copy.fileno())
+            shutil.copymode(checkpoint.path / name, place / name)
     return carried
 
 
 def write_json(path: Path, value: Any) -> None:
     """JSON with an indent, fsynced, in place by a rename."""
-    unfinished = path.with_name(path.name + ".unfinished")
-    with unfinished.open("w", encoding="utf-8") as file:
+    unfinished = path.with_name(path.name + UNFINISHED)
+    with _named(path), unfinished.open("w", encoding="utf-8") as file:
         json.dump(value, file, indent=2, ensure_ascii=False)
         file.write("\n")
         file.flush()
@@ -177,20 +217,26 @@ def index_of(shards: Iterable[OutputShard]) -> dict[str, Any]:
     }
 
 
-def finish(place: Path, target: Path) -> None:
-    """Make the work visible; an old destination goes only after that."""
-    (place / PLAN).unlink()
+def finish(place: Path, target: Path, wanted: Container[str]) -> None:
+    """Make the work visible; an old destination goes only after that, and the plan last.
+
+    Raises DestinationError if a file that is not `wanted` lies among the work.
+    """
+    files = (p.relative_to(place).as_posix() for p in sorted(place.rglob("*")) if not p.is_dir())
+    if stray := next((name for name in files if name != PLAN and name not in wanted), ""):
+        raise DestinationError(f"{place / stray} is no part of the work; remove it and run again")
     _sync_folder(place)
-    target = target.absolute()
+    target, aside = target.absolute(), old(target)
     if not target.exists():
         place.rename(target)
     else:
-        old = target.with_name(target.name + ".old")
-        if old.exists():
-            raise DestinationError(f"{old} is in the way; the new one lies complete in {place}")
-        target.rename(old)
+        if os.path.lexists(aside):
+            raise DestinationError(f"{aside} is in the way; the new one lies complete in {place}")
+        target.rename(aside)
         place.rename(target)
-        shutil.rmtree(old)
+        shutil.rmtree(aside)
+    (target / PLAN).unlink()
+    _sync_folder(target)
     _sync_folder(target.parent)
 
 

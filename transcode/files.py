@@ -3,7 +3,7 @@
 Weights lie at the top level only. They are the files that `model.safetensors.index.json` names,
 `model.safetensors`, and other `*.safetensors` whose tensor names are all new (sidecars, such as an
 MTP head). A file that repeats names, or an adapter, is left out. All other files go along, except
-weights in any form, `.git` and `.cache`.
+weights in any form, `.git` and `.cache`, and another run's unfinished work.
 """
 
 from __future__ import annotations
@@ -14,14 +14,21 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
-from typing import Any
+from typing import Any, NoReturn
 
 from transcode.errors import CheckpointError
-from transcode.header import Header, read_header
+from transcode.header import Header, is_text, read_header
 
 INDEX = "model.safetensors.index.json"
 WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".pkl", ".gguf")
 SKIPPED_FOLDERS = (".git", ".cache")
+PLAN = ".transcode-plan.json"
+UNFINISHED = ".unfinished"
+"""What a run in progress adds to the name of a file."""
+
+DEEPEST = 100
+"""How deep JSON and folders may be nested: what reads and writes them calls itself once a level."""
+
 _NUMBERED = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.safetensors")
 
 
@@ -56,13 +63,43 @@ def read_json(path: Path) -> dict[str, Any]:
     except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{path.name}: no JSON: {error}") from None
     if not isinstance(value, dict):
-        raise CheckpointError(f"{path.name}: is no JSON object")
+        raise CheckpointError(f"{path.name}: no JSON object, but {type(value).__name__}")
+    _writable(path.name, value)
     return value
+
+
+def _writable(name: str, value: dict[str, Any]) -> None:
+    """What was read must be writable again: no half surrogate pairs, no endless nesting."""
+    level: list[Any] = [value]
+    for _ in range(DEEPEST):
+        level = [*_inner(name, level)]
+        if not level:
+            return
+    raise CheckpointError(f"{name}: nested more than {DEEPEST} deep")
+
+
+def _inner(name: str, level: list[Any]) -> Iterator[Any]:
+    for value in level:
+        if isinstance(value, dict):
+            yield from value
+            yield from value.values()
+        elif isinstance(value, list):
+            yield from value
+        elif isinstance(value, str) and not is_text(value):
+            raise CheckpointError(f"{name}: {value!a} is no Unicode text")
+
+
+def resolved(path: Path) -> Path:
+    """The path with its links followed; a circle of links leads to itself, as in Python 3.13."""
+    try:
+        return path.resolve()
+    except RuntimeError:
+        return path.absolute()
 
 
 def inside(root: Path, path: Path) -> bool:
     """Whether a file, links followed, lies in the checkpoint or in its Hub cache's `blobs`."""
-    target = path.resolve()
+    target = resolved(path)
     if target.is_relative_to(root):
         return True
     return root.parent.name == "snapshots" and target.is_relative_to(root.parent.parent / "blobs")
@@ -70,7 +107,7 @@ def inside(root: Path, path: Path) -> bool:
 
 def weight_map(root: Path) -> dict[str, str]:
     """The index's `{tensor: file}`, empty without an index; a file must be a plain name."""
-    if not (root / INDEX).exists():
+    if not os.path.lexists(root / INDEX):
         return {}
     entries = read_json(root / INDEX).get("weight_map")
     if not isinstance(entries, dict):
@@ -79,6 +116,10 @@ def weight_map(root: Path) -> dict[str, str]:
         if not isinstance(file, str) or PurePosixPath(file).name != file or file in ("", ".", ".."):
             raise CheckpointError(
                 f"{INDEX}: {tensor} is said to lie in {file!r}, wanted a file beside the index"
+            )
+        if not file.endswith(".safetensors"):
+            raise CheckpointError(
+                f"{INDEX}: {tensor} is said to lie in {file!r}, wanted *.safetensors"
             )
     return entries
 
@@ -96,7 +137,7 @@ def shards(root: Path, index: dict[str, str]) -> tuple[list[Shard], list[LeftOut
                 raise CheckpointError(f"{tensor} stands in {owner[tensor]} and in {shard.name}")
             owner[tensor] = shard.name
     left_out = []
-    others = {p.name for p in root.glob("*.safetensors") if p.name not in named}
+    others = {n for n in os.listdir(root) if n.endswith(".safetensors") and n not in named}
     for name in sorted(others, key=lambda name: (not name.startswith("model"), name)):
         if not inside(root, root / name):
             left_out.append(LeftOut(name, "a link that leads out of the checkpoint"))
@@ -114,8 +155,11 @@ def shards(root: Path, index: dict[str, str]) -> tuple[list[Shard], list[LeftOut
 
 def _open(root: Path, name: str, *, named: bool) -> Shard:
     path = root / name
+    if not is_text(name):
+        raise CheckpointError(f"{_readable(name)}: its name is no Unicode text")
     if not path.is_file():
-        raise CheckpointError(f"{name} is missing (the index names it)")
+        why = "is missing (the index names it)" if named else "is no file, or leads nowhere"
+        raise CheckpointError(f"{name} {why}")
     if not inside(root, path):
         raise CheckpointError(f"{name} is a link that leads out of the checkpoint")
     return Shard(path, read_header(path), named)
@@ -143,30 +187,69 @@ def _all_numbers(found: list[Shard]) -> None:
                     raise CheckpointError(f"{wanted} is missing ({name} stands there)")
 
 
+def instead(root: Path, left_out: list[LeftOut]) -> str:
+    """Why a folder has no weights to read, as the end of a sentence; "" if nothing is there."""
+    for entry in left_out:
+        return f"; {entry.name} is left out: {entry.reason}"
+    for name in sorted(os.listdir(root)):
+        suffix = PurePosixPath(name).suffix
+        if suffix in WEIGHTS:
+            how = "use llama.cpp's own tools" if suffix == ".gguf" else "save it as safetensors"
+            return f"; for {_readable(name)}, {how}"
+    return ""
+
+
 def companions(root: Path) -> tuple[list[str], list[LeftOut]]:
     """The other files, relative and sorted, and those left out: weights, `.git`, stray links."""
     carried, left_out = list[str](), list[LeftOut]()
     for path in _walk(root, left_out):
         name = path.relative_to(root).as_posix()
         top = path.parent == root
-        if path.suffix in WEIGHTS:
+        if not is_text(name):
+            left_out.append(LeftOut(_readable(name), "its name is no Unicode text"))
+        elif path.suffix in WEIGHTS:
             if not (top and path.suffix == ".safetensors"):
                 left_out.append(LeftOut(name, "weights that are no part of the checkpoint"))
-        elif not inside(root, path):
-            left_out.append(LeftOut(name, "a link that leads out of the checkpoint"))
         elif not path.is_file():
             left_out.append(LeftOut(name, "no plain file"))
+        elif not inside(root, path):
+            left_out.append(LeftOut(name, "a link that leads out of the checkpoint"))
+        elif top and (name == PLAN or name.endswith(UNFINISHED)):
+            left_out.append(LeftOut(name, "another run's unfinished work"))
         elif not (top and name == INDEX):
             carried.append(name)
     return sorted(carried), sorted(left_out, key=lambda entry: entry.name)
 
 
-def _walk(root: Path, left_out: list[LeftOut]) -> Iterator[Path]:
-    for folder, folders, files in os.walk(root):
-        for name in list(folders):
-            path = Path(folder, name)
-            if name in SKIPPED_FOLDERS or path.is_symlink():
-                folders.remove(name)
-                reason = "a link to a folder" if path.is_symlink() else "not part of a model"
-                left_out.append(LeftOut(path.relative_to(root).as_posix() + "/", reason))
-        yield from (Path(folder, name) for name in files)
+def _walk(root: Path, left_out: list[LeftOut], *above: Path) -> Iterator[Path]:
+    """Every file below `above`; links to folders are followed where they stay in the checkpoint."""
+    if len(above) > DEEPEST:
+        raise CheckpointError(f"{above[DEEPEST]}: folders nested more than {DEEPEST} deep")
+    try:
+        entries = sorted(os.scandir(above[-1] if above else root), key=lambda entry: entry.name)
+    except OSError as error:
+        _unreadable(error)
+    for entry in entries:
+        path = Path(entry.path)
+        if not path.is_dir():  # a circle of links is no folder; `entry` would raise
+            yield path
+            continue
+        if entry.name in SKIPPED_FOLDERS:
+            reason = "not part of a model"
+        elif entry.is_symlink() and not inside(root, path):
+            reason = "a link that leads out of the checkpoint"
+        elif path.resolve() in (root, *(folder.resolve() for folder in above)):
+            reason = "a link to a folder that it lies in"
+        else:
+            yield from _walk(root, left_out, *above, path)
+            continue
+        left_out.append(LeftOut(_readable(path.relative_to(root).as_posix() + "/"), reason))
+
+
+def _unreadable(error: OSError) -> NoReturn:
+    raise CheckpointError(f"{error.filename}: {error.strerror}") from error
+
+
+def _readable(name: str) -> str:
+    """A file's name with the bytes that are no UTF-8 as \\xNN."""
+    return os.fsencode(name).decode(errors="backslashreplace")

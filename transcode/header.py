@@ -107,9 +107,9 @@ def read_header(path: Path) -> Header:
     if not isinstance(metadata, dict):
         raise CheckpointError(f"{path.name}: __metadata__ is no object")
     for key, value in metadata.items():
-        if not isinstance(value, str):
+        if not isinstance(value, str) or not is_text(key + value):
             raise CheckpointError(
-                f"{path.name}: __metadata__: {key!r} is {short(value)}, wanted text"
+                f"{path.name}: __metadata__: {key!a} is {short(value)}, wanted text"
             )
     begin = 8 + length
     tensors = {name: _tensor(path, name, entry, begin) for name, entry in entries.items()}
@@ -162,6 +162,8 @@ def _tensor(path: Path, name: str, entry: Any, begin: int) -> TensorInfo:
         raise CheckpointError(f"{where}: shape {short(shape)} is larger than any tensor can be")
     if not _naturals(offsets) or len(offsets) != 2 or offsets[0] > offsets[1]:
         raise CheckpointError(f"{where}: data_offsets is {short(offsets)}, wanted [begin, end]")
+    if prod(shape) * BITS[dtype] % 8:
+        raise CheckpointError(f"{where}: {dtype} {shape} is no whole number of bytes")
     found, wanted = offsets[1] - offsets[0], bytes_of(dtype, shape)
     if found != wanted:
         raise CheckpointError(f"{where}: {found} bytes, wanted {wanted} for {dtype} {shape}")

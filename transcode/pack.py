@@ -21,13 +21,17 @@ from transcode.unify import Unified
 
 @dataclass(frozen=True)
 class Job:
-    """All that is decided before the first byte is written. `settled` is keyed by stack name."""
+    """All that is decided before the first byte is written. `settled` is keyed by stack name.
+
+    rounded_biases: packed modules whose bias is not exact in the activation dtype.
+    """
 
     plan: Plan
     unified: Unified
     settled: Mapping[str, Settled]
     read: Reader
     device: torch.device
+    rounded_biases: tuple[str, ...] = ()
 
 
 def pieces(output: Output, job: Job) -> Iterator[Tensor]:
@@ -111,10 +115,7 @@ def _bias(job: Job, stack: Stack, e: int, i: int) -> Tensor:
 def bias(module: Module, dtype: str, unified: Unified, read: Reader) -> tuple[Tensor, bool]:
     """`[N]` in the activation dtype, and whether that is exact; LayoutError if it overflows."""
     info = module.leaf("bias")
-    source = read.tensor(info)
-    if source.shape != module.shape[:1]:
-        raise LayoutError(f"{info}: wanted [{module.shape[0]}]")
-    source = scaled(source, info, unified.scaled.get(info.name, 1.0))
+    source = scaled(read.tensor(info), info, unified.scaled.get(info.name, 1.0))
     value = source.to(getattr(torch, dtype))
     if not torch.isfinite(value).all():
         raise LayoutError(f"{info}: has values that {dtype} cannot hold")

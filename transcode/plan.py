@@ -85,6 +85,7 @@ def make(checkpoint: Checkpoint, modules: Mapping[str, Module], options: Options
         *expert_stacks(checkpoint, modules, options),
         *dense_stacks(checkpoint, modules, options),
     )
+    _distinct(stacks)
     packed = {info.name for s in stacks for g in s.groups for m in g for info in _consumed(m)}
     outputs = [output for stack in stacks for output in _outputs(stack, options)]
     copies = [
@@ -102,6 +103,15 @@ def make(checkpoint: Checkpoint, modules: Mapping[str, Module], options: Options
     return Plan(options, modules, stacks, shards)
 
 
+def _distinct(stacks: Sequence[Stack]) -> None:
+    """Stacks by name: a linear may not be called as packed experts are."""
+    seen: set[str] = set()
+    for stack in stacks:
+        if stack.name in seen:
+            raise FormatError(f"{stack.name}: a linear has the name of packed experts")
+        seen.add(stack.name)
+
+
 def _consumed(module: Module) -> Iterator[TensorInfo]:
     """The tensors of a packed module that become something else."""
     assert module.format is not None
@@ -113,6 +123,9 @@ def _consumed(module: Module) -> Iterator[TensorInfo]:
 
 def _outputs(stack: Stack, options: Options) -> Iterator[Output]:
     layout, k = options.layout, stack.padded.k
+    for module in (m for group in stack.groups for m in group):
+        if "bias" in module.leaves and module.leaf("bias").shape != module.shape[:1]:
+            raise FormatError(f"{module.leaf('bias')}: wanted [{module.shape[0]}]")
     if stack.fused:
         e, n, m = len(stack.groups), sum(stack.padded.rows), len(stack.padded.rows)
         stem = f"{stack.prefix}.{stack.fused}_"

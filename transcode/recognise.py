@@ -15,6 +15,7 @@ from transcode.catalog import formats
 from transcode.checkpoint import Checkpoint
 from transcode.errors import FormatError
 from transcode.header import TensorInfo
+from transcode.names import address
 from transcode.quant import Encoding
 from transcode.spec import Format
 
@@ -43,6 +44,13 @@ INSTEAD = {
     "gguf": "use llama.cpp's own tools",
     "hqq": "start from the unquantised checkpoint",
     "auto-round": "export it as compressed-tensors or GPTQ",
+    "intel/auto-round": "export it as compressed-tensors or GPTQ",
+    "exl2": "use ExLlama's own tools",
+    "exl3": "use ExLlama's own tools",
+    **dict.fromkeys(
+        ("aqlm", "bitnet", "eetq", "fp_quant", "higgs", "quanto", "spqr", "vptq"),
+        "start from the unquantised checkpoint",
+    ),
     "torchao": "start from the unquantised checkpoint",
     "quark": "AMD Quark is not read yet",
     "mxfp4": "gpt-oss MXFP4 is not read yet",
@@ -96,8 +104,10 @@ def recognise(checkpoint: Checkpoint) -> Recognised:
     problems = list[Problem]()
     for name, info in checkpoint.tensors.items():
         module, _, leaf = name.rpartition(".")
-        if leaf in LEAVES:
+        if leaf in LEAVES and module:
             parts.setdefault(module, {})[leaf] = info
+        elif leaf in SCALES or leaf in REFUSED or leaf == "weight_packed":
+            problems.append(Problem(str(info), "belongs to no module"))
         elif reason := _fused(info):
             problems.append(Problem(str(info), reason))
     modules = dict[str, Module]()
@@ -109,21 +119,33 @@ def recognise(checkpoint: Checkpoint) -> Recognised:
         else:
             if module_:
                 modules[name] = module_
+    problems += _twins(modules)
     return Recognised(modules, tuple(problems))
+
+
+def _twins(modules: Mapping[str, Module]) -> Iterator[Problem]:
+    """Experts' projections under two names: `experts.1.`, `experts.01.`, w1 beside gate_proj."""
+    seen: dict[tuple[str, int, str], str] = {}
+    for name in modules:
+        where = address(name)
+        if where.expert is not None:
+            part = where.projection or where.leaf
+            first = seen.setdefault((where.parent, where.expert, part), name)
+            if first != name:
+                yield Problem(name, f"is {part} of expert {where.expert}, as {first} is")
 
 
 def _fused(info: TensorInfo) -> str:
     if info.name.endswith("_blocks") and info.dtype == "U8":
         return "fused MXFP4 experts (gpt-oss) are not read yet"
     if len(info.shape) == 3 and info.dtype in ("U8", "I8", "F8_E4M3"):
-        return "fused quantised experts (Llama-4) are not read yet"
+        return "fused quantised experts are not read yet"
     return ""
 
 
 def _module(name: str, leaves: dict[str, TensorInfo]) -> Module | None:
-    for leaf in leaves:
-        if leaf in REFUSED:
-            raise FormatError(f"{leaf} cannot be carried: {REFUSED[leaf]}")
+    if "qweight" in leaves:
+        raise FormatError(f"qweight: {REFUSED['qweight']} is not read here")
     weight = leaves.get("weight_packed") or leaves.get("weight")
     if weight is None:
         if orphans := [leaf for leaf in SCALES if leaf in leaves]:
@@ -135,6 +157,8 @@ def _module(name: str, leaves: dict[str, TensorInfo]) -> Module | None:
         raise FormatError(f"{weight}: fused quantised experts are not read yet")
     for format_ in formats():
         if _written_by(format_, leaves):
+            if refused := [leaf for leaf in leaves if leaf in REFUSED]:
+                raise FormatError(f"{refused[0]} cannot be packed: {REFUSED[refused[0]]}")
             return Module(name, *_nvfp4(format_, leaves), leaves, format_)
     return Module(name, *_other(leaves, weight), leaves, None)
 
@@ -153,6 +177,8 @@ def _nvfp4(format_: Format, leaves: Mapping[str, TensorInfo]) -> tuple[Encoding,
     codes, scales = leaves[format_.codes], leaves[format_.scales]
     if len(codes.shape) != 2:
         raise FormatError(f"{codes}: wanted a matrix [N, K/2]")
+    if not codes.nbytes:
+        raise FormatError(f"{codes}: has no elements")
     if scales.dtype != "F8_E4M3":
         raise FormatError(f"{scales}: wanted F8_E4M3")
     n, k = codes.shape[0], codes.shape[1] * 2
@@ -184,7 +210,7 @@ def _other(
     if scale is None:
         raise FormatError(f"{weight} has no scale")
     if weight.dtype == "I32" and "weight_shape" in leaves:
-        return Encoding.INT4, weight.shape
+        return Encoding.INT4, ()  # K is in the data of weight_shape
     if len(weight.shape) != 2:
         raise FormatError(f"{weight}: wanted a matrix")
     n, k = weight.shape
@@ -198,7 +224,15 @@ def _other(
         return Encoding.FP8_TENSOR, (n, k)
     if scale.shape in ((n,), (n, 1)) and n > 1:
         return Encoding.FP8_CHANNEL, (n, k)
+    blocks = scale.shape[::2] if scale.shape[1::2] == (1, 1) else scale.shape
+    if len(blocks) != 2 or not (_cut(n, blocks[0]) and _cut(k, blocks[1])):
+        raise FormatError(f"{scale}: wanted one for each block of {[n, k]}")
     return Encoding.FP8_BLOCK, (n, k)
+
+
+def _cut(size: int, parts: int) -> bool:
+    """Whether an axis has so many blocks of equal size, the last one perhaps shorter."""
+    return parts == size or (parts > 0 and -(-size // -(-size // parts)) == parts)
 
 
 def _blocks_of_32(scale: TensorInfo, n: int, k: int) -> tuple[int, int]:
@@ -225,12 +259,14 @@ def require_nvfp4(checkpoint: Checkpoint, recognised: Recognised) -> None:
     if method in INSTEAD and (
         recognised.problems or not found[Encoding.NVFP4] or method == "quark"
     ):
-        raise FormatError(f"quant_method {method!r} is not read here: {INSTEAD[method]}")
+        first = f" ({recognised.problems[0].where})" if recognised.problems else ""
+        raise FormatError(f"quant_method {method!r} is not read here{first}: {INSTEAD[method]}")
     recognised.require_sound()
     if found[Encoding.NVFP4]:
         return
     kinds = ", ".join(f"{count} {encoding}" for encoding, count in sorted(found.items()))
-    raise FormatError(f"no NVFP4 module in the checkpoint; found {kinds or 'no weights'}")
+    said = f" (quant_method {method!r})" if method else ""
+    raise FormatError(f"no NVFP4 module in the checkpoint{said}; found {kinds or 'no weights'}")
 
 
 def disagreements(checkpoint: Checkpoint, modules: Mapping[str, Module]) -> Iterator[str]:
@@ -245,3 +281,15 @@ def disagreements(checkpoint: Checkpoint, modules: Mapping[str, Module]) -> Iter
         if not format_.claims(config):
             method = config.get("quant_method")
             yield f"{where} says quant_method {method!r}, the tensors are {name}"
+    algorithm = str(config.get("quant_algo") or "").upper()
+    if used and algorithm and not any(word in algorithm for word in ("NVFP4", "MIXED")):
+        yield f"{where} says quant_algo {algorithm}, the tensors are {', '.join(sorted(used))}"
+    ignored = config.get("ignore")
+    names = [n for n in ignored if isinstance(n, str)] if isinstance(ignored, list) else []
+    packed = [name for name in names if _quantised(modules.get(name))]
+    if packed:
+        yield f"{where} ignores {len(packed)} modules that are quantised, {packed[0]} among them"
+
+
+def _quantised(module: Module | None) -> bool:
+    return module is not None and module.encoding is not Encoding.UNQUANTISED

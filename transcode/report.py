@@ -33,7 +33,6 @@ def report(
     job: Job,
     quantization: Mapping[str, Any],
     companions: Sequence[str],
-    rounded_biases: Sequence[str],
 ) -> dict[str, Any]:
     """The Report of a conversion that was proved from end to end."""
     plan = job.plan
@@ -52,7 +51,7 @@ def report(
         "source": checkpoint.fingerprint(),
         "stacks": [_stack(stack, job, decisions.get(stack.name, [])) for stack in plan.stacks],
         "scaled": {n: f for n, f in job.unified.scaled.items() if n in checkpoint.tensors},
-        "rounded_biases": list(rounded_biases),
+        "rounded_biases": list(job.rounded_biases),
         "carried": {
             "tensors": len(carried),
             "bytes": sum(o.nbytes for o in carried),

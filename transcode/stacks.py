@@ -142,7 +142,11 @@ def _complete(
         first["gate"].encoding is not first["up"].encoding
         or first["gate"].shape != first["up"].shape
     ):
-        raise FormatError(f"{container}: gate is not of up's encoding and shape")
+        gate, up = first["gate"], first["up"]
+        raise FormatError(
+            f"{container}: gate is {gate.encoding} {list(gate.shape)}, "
+            f"wanted up's {up.encoding} {list(up.shape)}"
+        )
 
 
 def siblings(checkpoint: Checkpoint, modules: Mapping[str, Module]) -> Iterator[list[Module]]:

@@ -19,10 +19,10 @@ from tqdm import tqdm
 from transcode.catalog import layout
 from transcode.checkpoint import Checkpoint, reader
 from transcode.config import METHOD, quantization_config, target_config
-from transcode.convert import decide, indexes, inexact_biases, plan_for
+from transcode.convert import decide, indexes, metadata_of, plan_for
 from transcode.destination import CHUNK, EXPERT_INDEX, MISLEADING, REPORT
 from transcode.errors import CheckpointError, FormatError
-from transcode.files import INDEX, read_json
+from transcode.files import INDEX, PLAN, read_json
 from transcode.header import TensorInfo, read_header
 from transcode.pack import Job, padded_codes, pieces, raw_bytes
 from transcode.plan import Kind, Output, Plan
@@ -41,7 +41,7 @@ def verify(source: Path, target: Path, device: torch.device) -> Iterator[str]:
     with reader() as read:
         job = decide(checkpoint, plan, read, device)
         found = dict[str, TensorInfo]()
-        yield from _headers(root, found)
+        yield from _headers(root, plan, found)
         yield from _tensors(job, found)
         yield from _configs(checkpoint, job, root, found)
         yield from _companions(checkpoint, root)
@@ -69,8 +69,9 @@ def options_of(target: Path, written: Any) -> Options:
     return Options(made, dtype, unify, exact, tp)
 
 
-def _headers(root: Path, found: dict[str, TensorInfo]) -> Iterator[str]:
+def _headers(root: Path, plan: Plan, found: dict[str, TensorInfo]) -> Iterator[str]:
     """Read every shard's header; safetensors' own reader must take it too."""
+    stacked = {output.name for output in plan.outputs() if output.stack}
     for path in sorted(root.glob("*.safetensors")):
         try:
             header = read_header(path)
@@ -79,8 +80,9 @@ def _headers(root: Path, found: dict[str, TensorInfo]) -> Iterator[str]:
         except (CheckpointError, SafetensorError) as error:
             yield f"{path.name}: {error}"
             continue
-        if header.metadata.get("format") != "pt":
-            yield f"{path.name}: its header does not say format pt"
+        packed = any(name in stacked for name in header.tensors)
+        if header.metadata != (wanted := metadata_of(packed, plan)):
+            yield f"{path.name}: its metadata is {header.metadata}, wanted {wanted}"
         if opened != set(header.tensors):
             yield f"{path.name}: safetensors reads other names than the header has"
         for name, info in header.tensors.items():
@@ -159,7 +161,7 @@ def _report(
         return
     if done.get("status") != COMPLETE:
         yield f"{REPORT}: does not say {COMPLETE!r}"
-    wanted = report(checkpoint, job, quantization, [], inexact_biases(job))
+    wanted = report(checkpoint, job, quantization, [])
     for key in ("source", "stacks", "scaled", "rounded_biases", "carried"):
         yield from _entries(REPORT, {key: done.get(key)}, {key: wanted[key]})
 
@@ -174,7 +176,9 @@ def _read(path: Path) -> dict[str, Any] | str:
 
 def _entries(where: str, found: Mapping[str, Any], wanted: Mapping[str, Any]) -> Iterator[str]:
     for key in sorted(set(found) | set(wanted)):
-        ours, theirs = (json.dumps(side.get(key), sort_keys=True) for side in (found, wanted))
+        ours, theirs = (
+            json.dumps([key in side, side.get(key)], sort_keys=True) for side in (found, wanted)
+        )
         if ours != theirs:
             yield f"{where}: {key} differs"
 
@@ -204,7 +208,7 @@ def _companions(checkpoint: Checkpoint, root: Path) -> Iterator[str]:
             yield f"{name}: missing"
         elif (root / name).read_bytes() != (checkpoint.path / name).read_bytes():
             yield f"{name}: differs from the source's"
-    known = {*carried, "config.json", INDEX, EXPERT_INDEX, REPORT}
+    known = {*carried, "config.json", INDEX, EXPERT_INDEX, REPORT, PLAN}
     for path in sorted(p for p in root.rglob("*") if not p.is_dir() or p.is_symlink()):
         name = path.relative_to(root).as_posix()
         if name not in known and not (path.parent == root and path.suffix == ".safetensors"):
