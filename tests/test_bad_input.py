@@ -1103,12 +1103,14 @@ def test_verify_tells_null_from_nothing_and_true_from_one(
     assert f"config.json: {key} differs" in ran.out
 
 
-def test_verify_asks_shards_for_the_format_that_loaders_ask_for(
-    tmp_path: Path, pair: tuple[Path, Path]
+@pytest.mark.parametrize(("old", "new"), [("pt", "tf"), ("marlin-nvfp4 1", "marlin-nvfp4 2")])
+def test_verify_reads_the_metadata_of_shards(
+    tmp_path: Path, pair: tuple[Path, Path], old: str, new: str
 ) -> None:
     shutil.copytree(pair[1], tmp_path / "dst")
     shard = next((tmp_path / "dst").glob("experts-*"))
-    shard.write_bytes(shard.read_bytes().replace(b'"pt"', b'"tf"', 1))
+    data = shard.read_bytes().replace(f'"{old}"'.encode(), f'"{new}"'.encode(), 1)
+    shard.write_bytes(data)
     ran = run("verify", pair[0], tmp_path / "dst")
     assert ran.code == 3
     assert f"{shard.name}: its metadata is" in ran.out

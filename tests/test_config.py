@@ -116,12 +116,15 @@ def test_int4_experts_go_along_beside_packed_ones(tmp_path: Path) -> None:
 
 def test_an_embedding_of_any_name_is_not_packed(tmp_path: Path) -> None:
     build(tmp_path / "src", FP8)
-    for name in ("backbone.embeddings", "model.embed_tokens_per_layer"):
-        table = {
-            f"{name}.weight": torch.zeros(16, 64, dtype=torch.uint8),
-            f"{name}.weight_scale": torch.ones(16, 8).to(torch.float8_e4m3fn),
-            f"{name}.weight_scale_2": torch.tensor(1.0),
-        }
-        edit(tmp_path / "src", lambda t, table=table: t | table)
+    tables = {
+        f"{name}.{leaf}": value
+        for name in ("backbone.embeddings", "model.embed_tokens_per_layer")
+        for leaf, value in {
+            "weight": torch.zeros(16, 64, dtype=torch.uint8),
+            "weight_scale": torch.ones(16, 8).to(torch.float8_e4m3fn),
+            "weight_scale_2": torch.tensor(1.0),
+        }.items()
+    }
+    edit(tmp_path / "src", lambda t: t | tables)
     names = packed.config(pack(tmp_path / "src", tmp_path / "dst"))["modules"]["nvfp4-unpacked"]
     assert names == ["backbone.embeddings", "model.embed_tokens_per_layer"]

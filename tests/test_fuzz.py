@@ -187,7 +187,7 @@ class Entry:
             raw = special.float().view(torch.uint8).numpy().tobytes() if len(raw) == 4 else raw
         if self.how != "drop":
             tensors.append((name, dtype, shape, raw))
-        return _shard(tensors)
+        return _shard(tensors, _split(data)[0].get("__metadata__", {}))
 
 
 Tensors = list[tuple[str, str, list[int], bytes]]
@@ -206,13 +206,13 @@ def _tensors(data: bytes) -> Iterator[tuple[str, str, list[int], bytes]]:
             yield name, e["dtype"], e["shape"], body[slice(*e["data_offsets"])]
 
 
-def _shard(tensors: Tensors) -> bytes:
+def _shard(tensors: Tensors, metadata: Any) -> bytes:
     entries, at = dict[str, Any](), 0
     for name, dtype, shape, raw in tensors:
         entries[name] = {"dtype": dtype, "shape": shape, "data_offsets": [at, at + len(raw)]}
         at += len(raw)
     kept = b"".join(raw for _, _, _, raw in tensors)
-    return _framed(json.dumps(entries | {"__metadata__": {"format": "pt"}}).encode(), kept)
+    return _framed(json.dumps(entries | {"__metadata__": metadata}).encode(), kept)
 
 
 def _framed(header: bytes, body: bytes) -> bytes:
@@ -482,16 +482,15 @@ def test_a_damaged_destination_is_found(
 
 def told(name: str, data: bytes) -> Any:
     """What a file says. These say nothing: how JSON is written (blanks, escapes, order, a key that
-    comes again), the order of tensors in a file, and what a header holds beside `format` and each
-    tensor's three members."""
+    comes again), the order of tensors in a file, and what an entry of a header holds beside its
+    three members."""
     try:
         if name.endswith(".safetensors"):
             entries, body = _split(data)
-            form = entries.get("__metadata__", {}).get("format")
             tensors = [*_tensors(data)]
             if sum(len(raw) for _, _, _, raw in tensors) != len(body):
                 return data
-            return form, tensors
+            return entries.get("__metadata__"), tensors
         value = json.loads(data)
         if name.endswith(".index.json"):
             value = [value["weight_map"], value["metadata"]]
