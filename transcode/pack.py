@@ -65,8 +65,7 @@ def copied(output: Output, job: Job) -> Tensor:
 def padded_codes(job: Job, stack: Stack, e: int, i: int) -> Tensor:
     """`[N, K/2]` uint8 with the stack's zero padding."""
     module = stack.groups[e][i]
-    assert module.format is not None
-    codes = job.read.tensor(module.leaf(module.format.codes))
+    codes = job.read.tensor(module.codes)
     return _padded(codes, stack.padded.rows[i], stack.padded.k // 2)
 
 

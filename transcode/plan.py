@@ -114,8 +114,7 @@ def _distinct(stacks: Sequence[Stack]) -> None:
 
 def _consumed(module: Module) -> Iterator[TensorInfo]:
     """The tensors of a packed module that become something else."""
-    assert module.format is not None
-    f = module.format
+    f = module.written
     for leaf in (f.codes, f.scales, f.global_scale, f.input_scale, "bias"):
         if leaf in module.leaves:
             yield module.leaf(leaf)

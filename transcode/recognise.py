@@ -83,6 +83,27 @@ class Module:
         """The tensor of this leaf."""
         return self.leaves[name]
 
+    @property
+    def written(self) -> Format:
+        """The format of a module that can be packed."""
+        assert self.format is not None, f"{self.name} is {self.encoding}"
+        return self.format
+
+    @property
+    def codes(self) -> TensorInfo:
+        """The codes of a module that can be packed."""
+        return self.leaves[self.written.codes]
+
+    @property
+    def scales(self) -> TensorInfo:
+        """The block scales of a module that can be packed."""
+        return self.leaves[self.written.scales]
+
+    @property
+    def global_scale(self) -> TensorInfo:
+        """The global scale, as stored, of a module that can be packed."""
+        return self.leaves[self.written.global_scale]
+
 
 @dataclass(frozen=True)
 class Recognised:

@@ -77,8 +77,7 @@ def prepare(module: Module, unified: Unified, read: Reader) -> Tensor:
     Rounding again is to nearest even of `scale * (g_i / g)`: at most 1/17 of the value where the
     result is normal, at most 2^-10 absolute where it is not.
     """
-    assert module.format is not None
-    stored = read.tensor(module.leaf(module.format.scales))
+    stored = read.tensor(module.scales)
     if unified.scalars[module.name].zero:
         return torch.zeros_like(stored.view(torch.uint8)).view(stored.dtype)
     if stored.view(torch.uint8).max() < NAN and module.name not in unified.multiplier:
@@ -98,8 +97,7 @@ def prepare(module: Module, unified: Unified, read: Reader) -> Tensor:
 
 def _zeros_under(module: Module, nan: Tensor, read: Reader) -> None:
     """A NaN scale is allowed over a block of zeros only."""
-    assert module.format is not None
-    codes = unpack_nibbles(read.tensor(module.leaf(module.format.codes)))
+    codes = unpack_nibbles(read.tensor(module.codes))
     used = (codes & 7).reshape(*nan.shape, 16).any(-1)
     if (nan & used).any():
         row, block = (nan & used).nonzero()[0].tolist()
@@ -152,15 +150,13 @@ def settle(stack: Stack, unified: Unified, options: Options, read: Reader) -> Se
 
 
 def _histogram(module: Module, read: Reader) -> Tensor:
-    assert module.format is not None
-    raw = read.tensor(module.leaf(module.format.scales)).view(torch.uint8)
+    raw = read.tensor(module.scales).view(torch.uint8)
     return torch.bincount(raw.int().flatten(), minlength=256)
 
 
 def _change(module: Module, scales: Tensor, unified: Unified, read: Reader) -> tuple[int, float]:
     """How many scales rounding changed, and by how much at most where the result is normal."""
-    assert module.format is not None
-    source = read.tensor(module.leaf(module.format.scales)).double()
+    source = read.tensor(module.scales).double()
     exact = torch.nan_to_num(source, 0.0) * unified.multiplier[module.name]
     error, normal = (scales.double() - exact).abs(), scales.double() >= 2.0**-6
     return int((error > 0).sum()), float((error / exact)[normal].max()) if normal.any() else 0.0
@@ -189,10 +185,9 @@ def _count(layout: Layout, histograms: Tensor, lift: float) -> int:
 
 
 def _flush(layout: Layout, module: Module, lift: Tensor, unified: Unified, read: Reader) -> Flush:
-    assert module.format is not None
     scales = prepare(module, unified, read)
     lost = layout.flushed(scales, float(lift))
-    codes = unpack_nibbles(read.tensor(module.leaf(module.format.codes)))
+    codes = unpack_nibbles(read.tensor(module.codes))
     magnitude = torch.tensor(E2M1, dtype=torch.float64)[(codes & 7).int()].reshape(*lost.shape, 16)
     squares = (magnitude.square().sum(-1)) * scales.double().square()
     at = lost.flatten().nonzero().flatten()

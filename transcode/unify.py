@@ -72,13 +72,12 @@ class Unified:
 
 def read_scalars(module: Module, read: Reader) -> Scalars:
     """A module's scalars; FormatError for a global scale that is NaN, negative or infinite."""
-    assert module.format is not None
-    info = module.leaf(module.format.global_scale)
+    info = module.global_scale
     stored = read.tensor(info).reshape(())
-    factor = module.format.factor(stored)
+    factor = module.written.factor(stored)
     if not torch.isfinite(factor) or factor < 0:
         raise FormatError(f"{info.name} is {stored.item():g}, a factor of {factor.item():g}")
-    given = module.leaves.get(module.format.input_scale)
+    given = module.leaves.get(module.written.input_scale)
     return Scalars(stored, factor.abs(), read.tensor(given).reshape(()) if given else None)
 
 

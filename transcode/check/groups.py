@@ -55,10 +55,9 @@ def _differences(
             continue
         live = [m for m in group if m.name in values.scalars and not values.zero(m.name)]
         factors = [float(values.scalars[m.name].factor) for m in live]
-        assert group[0].format is not None
         where = address(group[0].name)
         roles = "+".join(address(m.name).leaf for m in group)
-        kind = (where.expert is not None, roles, group[0].format.name)
+        kind = (where.expert is not None, roles, group[0].written.name)
         totals[kind] = totals.get(kind, 0) + 1
         if len(set(factors)) > 1:
             kinds.setdefault(kind, []).append((max(factors) / min(factors), group))

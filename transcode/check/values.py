@@ -47,12 +47,11 @@ class Values:
         """Read every global scale, input scale and block scale, in the order of the files."""
         scalars, invalid, histograms = dict[str, Scalars](), dict[str, str](), dict[str, Tensor]()
         for module in modules:
-            assert module.format is not None
             try:
                 scalars[module.name] = read_scalars(module, read)
             except FormatError as error:
                 invalid[module.name] = str(error)
-            raw = read.tensor(module.leaf(module.format.scales)).view(torch.uint8)
+            raw = read.tensor(module.scales).view(torch.uint8)
             histograms[module.name] = torch.bincount(raw.flatten(), minlength=256)
         return Values({m.name: m for m in modules}, scalars, invalid, histograms)
 
@@ -139,13 +138,12 @@ def _spoils(values: Values, group: Group, name: str, read: Reader) -> bool:
     if all(values.zero(m.name) for m in group):
         return False
     module = values.modules[name]
-    assert module.format is not None
     if address(name).expert is not None:
         if name == group[0].name:
             return False  # gate's zero serves for both, and silu(0) * up is zero
-    elif module.format.name.startswith("compressed"):
+    elif module.written.name.startswith("compressed"):
         return True  # the largest divisor is inf, and all members become zero
-    return bool((read.tensor(module.leaf(module.format.codes)) & 0x77).any())
+    return bool((read.tensor(module.codes) & 0x77).any())
 
 
 def _blocks(values: Values, read: Reader) -> Iterator[Finding]:
@@ -155,8 +153,7 @@ def _blocks(values: Values, read: Reader) -> Iterator[Finding]:
     for name in live:
         if values.nan(name):
             module = values.modules[name]
-            assert module.format is not None
-            modelopt = module.format.name.startswith("modelopt")
+            modelopt = module.written.name.startswith("modelopt")
             checked = modelopt and address(name).expert is None
             (dense if checked else other).append(name)
             if not _nan_over_codes(module, read):
@@ -189,9 +186,8 @@ def _blocks(values: Values, read: Reader) -> Iterator[Finding]:
 
 
 def _nan_over_codes(module: Module, read: Reader) -> bool:
-    assert module.format is not None
-    nan = read.tensor(module.leaf(module.format.scales)).float().isnan()
-    codes = read.tensor(module.leaf(module.format.codes)) & 0x77
+    nan = read.tensor(module.scales).float().isnan()
+    codes = read.tensor(module.codes) & 0x77
     return bool((codes.reshape(*nan.shape, 8).any(-1) & nan).any())
 
 

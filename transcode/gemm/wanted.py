@@ -55,8 +55,7 @@ def kept(job: Job, stack: Stack, e: int) -> bool:
 
 
 def _codes(job: Job, module: Module) -> Tensor:
-    assert module.format is not None
-    return job.read.tensor(module.leaf(module.format.codes))
+    return job.read.tensor(module.codes)
 
 
 def _no_bias(module: Module) -> Tensor:
