@@ -436,7 +436,7 @@ def copy_of(folder: Path) -> Iterator[Path]:
         yield Path(root, "src")
 
 
-@fuzz(110)
+@fuzz(90)
 @given(name=st.sampled_from(sorted(SPECS)), hurts=DAMAGES)
 def test_a_damaged_source_is_refused_in_one_line_or_packed_rightly(
     pairs: dict[str, Path], name: str, hurts: list[tuple[str, str, Damage]]
@@ -447,7 +447,7 @@ def test_a_damaged_source_is_refused_in_one_line_or_packed_rightly(
         survives(src)
 
 
-@fuzz(60)
+@fuzz(50)
 @given(name=st.sampled_from(sorted(SPECS)), hurts=st.lists(ENTRIES, min_size=1, max_size=4))
 def test_a_sound_source_of_odd_tensors_is_refused_in_one_line_or_packed_rightly(
     pairs: dict[str, Path], name: str, hurts: list[Entry]
@@ -463,7 +463,7 @@ TARGET = ("config.json", "transcode.index.json", "model.safetensors.index.json",
           "shard", "shard", "shard")  # fmt: skip
 
 
-@fuzz(150)
+@fuzz(120)
 @given(
     name=st.sampled_from(sorted(SPECS)), file=st.sampled_from(TARGET),
     part=st.sampled_from(["header", "data", "small", "file"]), hurt=BYTES | JSONS | ENTRIES,
@@ -516,7 +516,7 @@ HEADER = st.dictionaries(
 )
 
 
-@fuzz(500)
+@fuzz(400)
 @given(header=HEADER, fit=st.booleans(), hurts=st.lists(BYTES, max_size=1), size=st.integers(0, 16))
 @example(header={}, fit=True, hurts=[], size=0)
 def test_a_header_that_is_taken_is_taken_by_safetensors_too(

@@ -225,7 +225,7 @@ def check(src: Path, runtime: str | None, as_json: bool) -> None:
             click.echo(json.dumps({"findings": [f.as_dict() for f in findings]}, indent=2))
         else:
             for finding in findings:
-                click.echo(one_line(str(finding)))
+                click.echo(clean(str(finding)))
             counts = ", ".join(f"{sum(f.level == n for f in findings)} {n}" for n in LEVELS)
             judged = runtime or "vllm and sglang"
             loads = "" if stopped else f"; nothing found that keeps {judged} from loading it"
