@@ -6,8 +6,11 @@ many threads as torch does.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import signal
+import threading
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from functools import cache, lru_cache
 from typing import Any
 
@@ -36,7 +39,7 @@ def move(moves: Moves, source: Tensor, out: Tensor, table: Tensor | None) -> Non
     """Run the moves; source and out are 1-D, contiguous, of unsigned words; table 256 uint8."""
     words, moved = source.numpy(), out.numpy()
     bytewise = np.empty(0, np.uint8) if table is None else table.numpy()
-    steps, run = _steps(moves), _compiled()
+    steps, run = _steps(moves), _compiled(moves.word)
     threads = min(torch.get_num_threads(), moves.tiles, 1 + words.nbytes // SHARE)
     cuts = [np.uintp(moves.tiles * i // threads) for i in range(threads + 1)]
 
@@ -51,11 +54,33 @@ def move(moves: Moves, source: Tensor, out: Tensor, table: Tensor | None) -> Non
 
 
 @cache
-def _compiled() -> Callable[..., None]:
-    from numba import njit  # slow to import
+def _compiled(word: int) -> Callable[..., None]:
+    """`_run` for words of so many bits, compiled by running it on no tiles."""
+    with _uninterrupted():
+        from numba import njit  # slow to import
 
-    compiled: Callable[..., None] = njit(nogil=True)(_run)
+        compiled: Callable[..., None] = njit(nogil=True)(_run)
+        none, one, size = np.uintp(0), np.zeros(1, np.uintp), np.dtype(f"u{word // 8}")
+        words, pairs = np.empty(0, size), np.empty((0, 2), size)
+        outer, table = np.empty((0, 3), np.uintp), np.empty(0, np.uint8)
+        compiled(none, none, words, words, table, outer, one, one, pairs, pairs, *[one] * 4)
     return compiled
+
+
+@contextmanager
+def _uninterrupted() -> Iterator[None]:
+    """Hold a Ctrl-C back: inside LLVM's callbacks it would be printed and forgotten."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    held = list[int]()
+    before = signal.signal(signal.SIGINT, lambda number, _: held.append(number))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+    if held:
+        signal.raise_signal(signal.SIGINT)
 
 
 @lru_cache

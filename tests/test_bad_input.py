@@ -803,7 +803,7 @@ def test_a_place_that_may_not_be_written_is_named(built: Path, place: str) -> No
 
 
 def test_a_destination_whose_parent_is_a_file(src: Path) -> None:
-    one_line(convert(src, to="src/config.json/dst"), "inside or around")
+    one_line(convert(src, to="src/config.json/dst"), "choose another place")
     put(src.parent / "file", "x")
     one_line(convert(src, to="file/dst"), "Not a directory")
     one_line(convert(src, to="file"), "file exists and is no folder")

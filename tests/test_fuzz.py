@@ -394,9 +394,9 @@ def means_the_same(src: Path, dst: Path) -> None:
         want = m.weight(factor, lost)
         off = (weight - want).abs()
         if module in rounded:  # to nearest E4M3: 1/17 of a normal scale, 2^-10 below
-            step = torch.maximum(m.scales * rounded[module] / 17, torch.tensor(2.0**-10))
-            step = (step * factors[module] / rounded[module]).repeat_interleave(16, 1)
-            assert (off <= 1.001 * m.values.abs() * step).all(), module
+            largest = factors[module].double() / rounded[module]
+            step = torch.maximum(m.scales * rounded[module] / 17, torch.tensor(2.0**-10)) * largest
+            assert (off <= 1.001 * m.values.abs() * step.repeat_interleave(16, 1)).all(), module
         else:
             assert (off <= 3.2e-7 * want.abs()).all(), module
     consumed = {f"{m}.{leaf}".lstrip(".") for m in found for leaf in LEAVES[:8]}

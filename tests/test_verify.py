@@ -169,7 +169,7 @@ def test_other_files_are_compared(copies: tuple[Path, Path]) -> None:
         *copies,
         "generation_config.json: differs",
         "tokenizer.json: missing",
-        "hf_quant_config.json: not wanted",
+        "hf_quant_config.json: neither in SRC",
     )
 
 

@@ -61,7 +61,8 @@ class Checkpoint:
         """Read headers, index and config; raises CheckpointError for what no reader could use."""
         root = resolved(path)
         if not root.is_dir():
-            raise CheckpointError(f"{path}: no such folder")
+            what = "a file, wanted the folder it lies in" if root.exists() else "no such folder"
+            raise CheckpointError(f"{path}: {what}")
         index = weight_map(root)
         found, strange = shards(root, index)
         if not found:

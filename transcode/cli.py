@@ -118,7 +118,7 @@ def main() -> None:
     show_default=True,
     help="Pad experts so that this many ranks, and its divisors, get whole tiles.",
 )
-@click.option("--dry-run", is_flag=True, help="Print the plan; nothing is written.")
+@click.option("--dry-run", is_flag=True, help="Print the plan, made from headers; write nothing.")
 @click.option("--overwrite", is_flag=True, help="Replace DST once the new one is complete.")
 @click.option("--shard-size", type=Size(), default="5GB", show_default=True)
 @JSON
@@ -191,11 +191,14 @@ def verify(
     """Prove DST against SRC, reading both from disk."""
     with reporting(as_json):
         from transcode.convert import device_for
+        from transcode.report import notes_of
         from transcode.verify import verify as differences
 
         found = list(differences(src, dst, device_for(device)))
         result: dict[str, Any] = {"equal": not found, "differences": found}
-        equal = "\n".join(found) or f"{dst} means what {src} means: every tensor proved"
+        equal = "\n".join(found) or f"{dst} is what convert makes of {src}: every tensor proved"
+        for note in [] if found else notes_of(dst):
+            click.echo(f"transcode: {one_line(note)}", err=True)
         if kernel:
             from transcode.gemm import kernel_check, table
             from transcode.report import record
@@ -217,19 +220,16 @@ def verify(
 def check(src: Path, runtime: str | None, as_json: bool) -> None:
     """Say whether SRC loads, where, and what would be silently wrong."""
     with reporting(as_json):
-        from transcode.check import LEVELS, examine
+        from transcode.check import LEVELS, examine, verdict
 
         findings = examine(src, runtime)
-        stopped = any(f.level == "FAILS" for f in findings)
         if as_json:
             click.echo(json.dumps({"findings": [f.as_dict() for f in findings]}, indent=2))
         else:
             for finding in findings:
                 click.echo(clean(str(finding)))
             counts = ", ".join(f"{sum(f.level == n for f in findings)} {n}" for n in LEVELS)
-            judged = runtime or "vllm and sglang"
-            loads = "" if stopped else f"; nothing found that keeps {judged} from loading it"
-            click.echo(one_line(f"{src}: {counts}{loads}"))
+            click.echo(one_line(f"{src}: {counts}; {verdict(findings, runtime)}"))
         if any(f.level in ("WRONG", "FAILS") for f in findings):
             sys.exit(3)
 

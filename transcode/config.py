@@ -117,7 +117,7 @@ def refuse_packed(checkpoint: Checkpoint) -> None:
     if config.get("quant_method") == METHOD:
         raise FormatError(
             f"{checkpoint.path.name} is packed already ({config.get('layout')}): it cannot be read "
-            "back yet"
+            "back yet; see its transcode_report.json"
         )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -112,6 +113,8 @@ def convert(
         place = begin(target, identity(checkpoint, plan, __version__))
         todo = [shard for shard in plan.shards if not (place / shard.name).is_file()]
         room_for(place, sum(shard.nbytes for shard in todo))
+        if kept := len(plan.shards) - len(todo):
+            tqdm.write(f"going on: {kept} of {len(plan.shards)} shards are there", sys.stderr)
         with tqdm(total=plan.nbytes, unit="B", unit_scale=True, disable=None, leave=False) as bar:
             bar.update(plan.nbytes - sum(shard.nbytes for shard in todo))
             for shard in todo:

@@ -35,7 +35,8 @@ def guard(source: Path, target: Path, *, overwrite: bool) -> None:
     """Raise DestinationError unless DST is apart from SRC and free, or may be replaced."""
     src, dst = resolved(source), resolved(target)
     if src == dst or src.is_relative_to(dst) or dst.is_relative_to(src):
-        raise DestinationError(f"{target} is {source}, inside or around it: choose another place")
+        how = "is" if src == dst else "lies around" if src.is_relative_to(dst) else "lies inside"
+        raise DestinationError(f"{target} {how} {source}: choose another place")
     for place in (partial(target), old(target)):
         if src.is_relative_to(resolved(place)):
             raise DestinationError(f"{source} lies where {place} would be: choose another place")

@@ -39,13 +39,17 @@ def outline(plan: Plan) -> dict[str, Any]:
 
 
 def describe(plan: Plan) -> str:
-    """The plan as lines: each shard with its tensors, then the sum."""
+    """The plan as lines: stacks with their sizes, shards, the sum. Tensors are in the JSON."""
     lines = list[str]()
+    for stack in plan.stacks:
+        rows, k = [m.shape[0] for m in stack.groups[0]], stack.groups[0][0].shape[1]
+        padded = f", padded to {list(stack.padded.rows)} x {stack.padded.k}"
+        same = (list(stack.padded.rows), stack.padded.k) == (rows, k)
+        experts = f"{len(stack.groups)} x " if stack.fused else ""
+        lines.append(f"{stack.name}  {experts}{rows} x {k}{'' if same else padded}")
     for shard in plan.shards:
         lines.append(f"{shard.name}  {shard.nbytes} bytes, {len(shard.outputs)} tensors")
-        lines += [f"  {o.name}  {o.dtype} {list(o.shape)}  {o.kind}" for o in shard.outputs]
     count = sum(len(shard.outputs) for shard in plan.shards)
-    lines.append(
-        f"{len(plan.shards)} shards, {count} tensors, {plan.nbytes} bytes; nothing written"
-    )
+    total = f"{len(plan.shards)} shards, {count} tensors, {plan.nbytes} bytes"
+    lines.append(f"{total}; nothing written; no scale was looked at, which may yet be refused")
     return "\n".join(lines)

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from transcode.checkpoint import Checkpoint
+from transcode.config import refuse_packed
 from transcode.names import address, natural
 from transcode.recognise import Module, disagreements, quantization, recognise
 
@@ -15,6 +16,7 @@ from transcode.recognise import Module, disagreements, quantization, recognise
 def inspect(source: Path) -> dict[str, Any]:
     """Read headers and configs only; what is wrong is listed, not raised."""
     checkpoint = Checkpoint.open(source)
+    refuse_packed(checkpoint)
     recognised = recognise(checkpoint)
     groups: dict[str, dict[str, Any]] = {}
     for module in recognised.modules.values():

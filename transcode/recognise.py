@@ -287,7 +287,10 @@ def require_nvfp4(checkpoint: Checkpoint, recognised: Recognised) -> None:
         return
     kinds = ", ".join(f"{count} {encoding}" for encoding, count in sorted(found.items()))
     said = f" (quant_method {method!r})" if method else ""
-    raise FormatError(f"no NVFP4 module in the checkpoint{said}; found {kinds or 'no weights'}")
+    raise FormatError(
+        f"no NVFP4 module in the checkpoint{said}; found {kinds or 'no weights'}: "
+        "only NVFP4 can be packed yet"
+    )
 
 
 def disagreements(checkpoint: Checkpoint, modules: Mapping[str, Module]) -> Iterator[str]:

@@ -26,6 +26,7 @@ from transcode.stacks import Stack
 from transcode.unify import Decision
 
 COMPLETE = "complete"
+DONE = {"fold": "folded", "rescale": "rescaled"}
 
 
 def report(
@@ -70,6 +71,12 @@ def record(target: Path, evidence: Mapping[str, Any]) -> None:
     write_json(target / REPORT, done | {"kernel": evidence})
 
 
+def notes_of(target: Path) -> list[str]:
+    """The notes of a finished DST's Report."""
+    found = read_json(target / REPORT).get("notes")
+    return [str(note) for note in found] if isinstance(found, list) else []
+
+
 def notes(checkpoint: Checkpoint, job: Job) -> Iterator[str]:
     """What a user should know: oddities of the source, and what a fold means."""
     yield from checkpoint.notes
@@ -98,7 +105,8 @@ def _stack(stack: Stack, job: Job, decisions: Sequence[Decision]) -> dict[str, A
     settled = job.settled[stack.name]
     rows = [m.shape[0] for m in stack.groups[0]]
     names = [m.name for group in stack.groups for m in group]
-    proved = "equal but for those flushed" if settled.flushes else "value-equal"
+    proved = "value-equal" + " once rounded" * bool(settled.rounded)
+    proved += " but for those flushed" * bool(settled.flushes)
     return {
         "name": stack.name,
         "members": list(stack.roles()),
@@ -174,11 +182,11 @@ def _row(stack: Mapping[str, Any]) -> tuple[str, ...]:
         _how(stack),
         "per expert" if isinstance(lift, list) else f"{lift:g}",
         f"{flushed['count']} ({flushed['norm_share']:.1e})" if flushed["count"] else "0",
-        "codes, scales",
+        "codes, scales" + " once rounded" * bool(stack["rounded_scales"]),
     )
 
 
 def _how(stack: Mapping[str, Any]) -> str:
     counts = Counter(decision["how"] for decision in stack["unified"])
-    done = [f"{count} {how}" for how, count in sorted(counts.items())]
+    done = [f"{count} {DONE[how]}" for how, count in sorted(counts.items())]
     return ", ".join(done + ["takes a fold"] * bool(stack["folded_into"])) or "equal"

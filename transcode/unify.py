@@ -145,8 +145,8 @@ def _allowed(plan: Plan, decisions: list[Decision]) -> None:
     if plan.options.exact and rounded:
         raise LossError(
             f"{rounded[0].stack}, group {rounded[0].group}: global scales differ "
-            f"{rounded[0].ratio:.4g}-fold, not folded: {rounded[0].why}; rounding block scales "
-            f"again is not exact ({len(rounded)} in all)"
+            f"{rounded[0].ratio:.4g}-fold and would be rescaled ({rounded[0].why}), which is not "
+            f"exact; {len(rounded)} groups in all; without --exact it is done and counted"
         )
 
 

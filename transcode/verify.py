@@ -78,7 +78,7 @@ def _headers(root: Path, plan: Plan, found: dict[str, TensorInfo]) -> Iterator[s
             with safe_open(path, "pt") as file:
                 opened = set(file.keys())
         except (CheckpointError, SafetensorError) as error:
-            yield f"{path.name}: {error}"
+            yield str(error) if str(error).startswith(path.name) else f"{path.name}: {error}"
             continue
         packed = any(name in stacked for name in header.tensors)
         if header.metadata != (wanted := metadata_of(packed, plan)):
@@ -162,7 +162,7 @@ def _report(
     if done.get("status") != COMPLETE:
         yield f"{REPORT}: does not say {COMPLETE!r}"
     wanted = report(checkpoint, job, quantization, [])
-    for key in ("source", "stacks", "scaled", "rounded_biases", "carried"):
+    for key in ("source", "stacks", "scaled", "rounded_biases", "carried", "notes"):
         yield from _entries(REPORT, {key: done.get(key)}, {key: wanted[key]})
 
 
@@ -212,4 +212,4 @@ def _companions(checkpoint: Checkpoint, root: Path) -> Iterator[str]:
     for path in sorted(p for p in root.rglob("*") if not p.is_dir() or p.is_symlink()):
         name = path.relative_to(root).as_posix()
         if name not in known and not (path.parent == root and path.suffix == ".safetensors"):
-            yield f"{name}: not wanted"
+            yield f"{name}: neither in SRC nor written by convert"

@@ -6,7 +6,7 @@ Nothing is claimed of encodings that are only not read here.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from transcode import catalog
@@ -30,7 +30,7 @@ from transcode.plan import Plan
 from transcode.recognise import Module, recognise
 from transcode.stacks import packable
 
-__all__ = ["LEVELS", "Finding", "examine"]
+__all__ = ["LEVELS", "Finding", "examine", "verdict"]
 
 
 def examine(src: Path, runtime: str | None) -> list[Finding]:
@@ -45,8 +45,20 @@ def examine(src: Path, runtime: str | None) -> list[Finding]:
         found = [Finding("FAILS", "unsound", src.resolve().name, str(error))]
     else:
         found = [*_judge(checkpoint)]
-    concerning = [f for f in found if runtime is None or runtime in f.runtimes]
+    concerning = [f for f in found if runtime in (None, *f.runtimes) or not f.runtimes]
     return sorted(concerning, key=lambda f: LEVELS.index(f.level))
+
+
+def verdict(findings: Sequence[Finding], runtime: str | None) -> str:
+    """One sentence over all findings."""
+    judged, levels = runtime or "vllm and sglang", {f.level for f in findings}
+    if any(f.code == "packed" for f in findings):
+        return "no runtime loads it yet"
+    if "FAILS" in levels:
+        return "does not load everywhere, see FAILS"
+    if "WRONG" in levels:
+        return f"loads in {judged}, but is served wrong"
+    return f"nothing found that keeps {judged} from loading it"
 
 
 def _is_checkpoint(src: Path) -> None:
@@ -87,7 +99,8 @@ def _judge(checkpoint: Checkpoint) -> Iterator[Finding]:
         fit = ", ".join(map(str, degrees(plan, checkpoint.text_config)))
         yield Finding(
             "NOTE", "tensor-parallel", checkpoint.path.name,
-            f"packed for {plan.options.layout.name} it serves tensor-parallel degrees {fit}",
+            f"packed for {plan.options.layout.name} it could be cut for TP degrees {fit}",
+            (),
         )  # fmt: skip
     elif packed and not recognised.problems:
         yield Finding(

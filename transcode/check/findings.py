@@ -18,7 +18,7 @@ class Finding:
     """One kind of trouble, with all its places counted in the message.
 
     code: a short name that scripts can rely on.  where: the worst or the first place.
-    runtimes: those of RUNTIMES that it concerns.
+    runtimes: those of RUNTIMES that it concerns; none where it is about transcode alone.
     """
 
     level: str
@@ -32,7 +32,8 @@ class Finding:
         return asdict(self)
 
     def __str__(self) -> str:
-        return f"{self.level:5}  {self.where}: {self.message} ({', '.join(self.runtimes)})"
+        concerns = f" ({', '.join(self.runtimes)})" if self.runtimes else ""
+        return f"{self.level:5}  {self.where}: {self.message}{concerns}"
 
 
 def many(count: int, noun: str) -> str:

@@ -109,7 +109,7 @@ def _not_read(
     counts.pop(str(Encoding.UNQUANTISED), None)
     packable = counts[str(Encoding.NVFP4)]
     kinds = ", ".join(f"{count} {encoding}" for encoding, count in sorted(counts.items()))
-    kinds = kinds or "no quantised module"
+    found = f"; found {kinds}" if kinds else ""
     if foreign(declared, recognised):
         why = INSTEAD.get(declared.method, "another producer's")
         unread = [f"quant_method {declared.method!r}: {why}"]
@@ -119,7 +119,7 @@ def _not_read(
     tail = f" (and {len(unread) - 1} more)" if len(unread) > 1 else ""
     yield Finding(
         "NOTE", "not-read-yet", checkpoint.path.name,
-        f"transcode convert cannot read it yet: {first}{tail}; found {kinds}",
+        f"transcode convert cannot read it yet: {first}{tail}{found}",
     )  # fmt: skip
 
 
