@@ -856,6 +856,20 @@ def test_folders_without_end_are_refused(src: Path) -> None:
     refused(src, "folders nested more than 100 deep")
 
 
+def test_links_to_folders_do_not_multiply(src: Path) -> None:
+    """Two in each of thirty folders: a billion ways to the last one."""
+    for i in range(30):
+        (src / f"d{i}").mkdir()
+        for name in ("a", "b") if i < 29 else ():
+            (src / f"d{i}" / name).symlink_to(f"../d{i + 1}")
+    put(src / "d29" / "x", "x")
+    target = taken(src)
+    assert (target / "d29" / "x").is_file()
+    assert (target / "d28" / "b" / "x").is_file()
+    report = json.loads((target / "transcode_report.json").read_text())
+    assert "d0/a/a/" in {entry["name"] for entry in report["left_out"]}
+
+
 def test_a_file_whose_name_is_no_text_is_left_out_and_named(src: Path) -> None:
     (src / os.fsdecode(b"caf\xe9.txt")).write_text("x")
     report = json.loads((taken(src) / "transcode_report.json").read_text())

@@ -316,3 +316,10 @@ def test_any_limit_of_a_list_counts_for_an_mtp_layer(tmp_path: Path) -> None:
     }
     assert by_layer["model.layers.0.mlp.experts.w13"] == {"fold"}
     assert by_layer["mtp.layers.0.mlp.experts.w13"] == {"rescale"}
+
+
+@pytest.mark.parametrize(("ratio", "how"), [(15.0, "fold"), (1 / 15, "fold"), (20.0, "rescale")])
+def test_a_fold_stays_within_the_reach_of_float16(tmp_path: Path, ratio: float, how: str) -> None:
+    build(tmp_path / "src", replace(MOE, layers=1, gate_up_ratio=ratio))
+    target = pack(tmp_path / "src", tmp_path / "dst", "--dtype", "float16")
+    assert hows(target) == {how}

@@ -218,6 +218,9 @@ def _specific(group: Mapping[str, Any], module: Module) -> int:
 
 
 def _matches(pattern: str, name: str) -> bool:
+    """Whether a pattern fits; one that repeats a repetition could run without end, and does not."""
+    if re.search(r"[+*}]\)+[+*{]", pattern):
+        return False
     try:
         return re.match(pattern, name) is not None
     except (re.error, RecursionError, OverflowError):

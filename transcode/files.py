@@ -238,6 +238,8 @@ def _walk(root: Path, left_out: list[LeftOut], *above: Path) -> Iterator[Path]:
             reason = "not part of a model"
         elif entry.is_symlink() and not inside(root, path):
             reason = "a link that leads out of the checkpoint"
+        elif entry.is_symlink() and any(folder.is_symlink() for folder in above):
+            reason = "a link to a folder behind another one"  # they would multiply
         elif path.resolve() in (root, *(folder.resolve() for folder in above)):
             reason = "a link to a folder that it lies in"
         else:

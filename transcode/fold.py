@@ -33,6 +33,9 @@ ACTIVATION_KEYS = ("hidden_act", "hidden_activation", "mlp_hidden_act")
 LINEAR = re.compile(r"silu|swish|gelu\w*|(fast|quick)_gelu")
 """Activations of gated MLPs: whatever they do to gate, up is only multiplied."""
 
+REACH = {"bfloat16": 2.0**60, "float16": 16.0}
+"""How far a fold may move up's output, whose size nobody knows, within the activations' range."""
+
 TINY = torch.finfo(torch.float32).tiny
 """The smallest normal float32: a scale below it would lose bits."""
 
@@ -75,6 +78,8 @@ def refusal(
         return f"the config sets {key}"
     if up.name.rpartition(".")[0] in inner_norms:
         return "a norm may stand between the product and down"
+    if not 1 / REACH[options.dtype] <= pair.ratio <= REACH[options.dtype]:
+        return f"up would come out {1 / pair.ratio:.4g} times as large, in {options.dtype}"
     if down is None:
         return "there is no down"
     if down.encoding in (Encoding.UNQUANTISED, Encoding.NVFP4_32):

@@ -92,7 +92,9 @@ def notes(checkpoint: Checkpoint, job: Job) -> Iterator[str]:
             count, share = sum(f.count for f in settled.flushes), norm_share(settled.flushes)
             yield f"{name}: {count} block scales become zero, {share:.1e} of the norm"
         if settled.rounded:
-            yield f"{name}: {settled.rounded} block scales rounded, by {settled.worst:.1%} at most"
+            zero = f", {settled.fallen} of them to zero" if settled.fallen else ""
+            by = f"by {settled.worst:.1%} at most{zero}"
+            yield f"{name}: {settled.rounded} block scales rounded, {by}"
     served = degrees(job.plan, checkpoint.text_config)
     if job.plan.options.tp not in served:
         yield f"--tp {job.plan.options.tp} is not served: the packed file fits tp {served}"

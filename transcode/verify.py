@@ -22,7 +22,7 @@ from transcode.config import METHOD, quantization_config, target_config
 from transcode.convert import decide, indexes, metadata_of, plan_for
 from transcode.destination import CHUNK, EXPERT_INDEX, MISLEADING, REPORT
 from transcode.errors import CheckpointError, FormatError
-from transcode.files import INDEX, PLAN, read_json
+from transcode.files import INDEX, PLAN, read_json, resolved
 from transcode.header import TensorInfo, read_header
 from transcode.pack import Job, padded_codes, pieces, raw_bytes
 from transcode.plan import Kind, Output, Plan
@@ -32,7 +32,7 @@ from transcode.stacks import Options
 
 def verify(source: Path, target: Path, device: torch.device) -> Iterator[str]:
     """Every difference, one line each; raises what makes SRC or DST unreadable."""
-    root = target.resolve()
+    root = resolved(target)
     if not root.is_dir():
         raise CheckpointError(f"{target}: no such folder")
     written = read_json(root / "config.json").get("quantization_config")
@@ -64,7 +64,7 @@ def options_of(target: Path, written: Any) -> Options:
         raise FormatError(f"{target}: its config is not this program's: {error!r}") from None
     if dtype not in ("bfloat16", "float16") or unify not in ("fold", "rescale", "none"):
         raise FormatError(f"{target}: activation_dtype {dtype!r}, unify {unify!r}: unknown options")
-    if type(tp) is not int or tp < 1 or type(exact) is not bool:
+    if type(tp) is not int or not 1 <= tp <= 64 or type(exact) is not bool:
         raise FormatError(f"{target}: tp {tp!r}, exact {exact!r}: unknown options")
     return Options(made, dtype, unify, exact, tp)
 

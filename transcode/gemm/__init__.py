@@ -26,7 +26,7 @@ from torch.nn.functional import gelu, relu, silu
 
 from transcode.checkpoint import Checkpoint, reader
 from transcode.convert import plan_for
-from transcode.files import read_json
+from transcode.files import read_json, resolved
 from transcode.gemm.dense import dense_run
 from transcode.gemm.moe import moe_run
 from transcode.gemm.ops import Ops, load
@@ -58,14 +58,14 @@ def kernel_check(
     libraries: vLLM's compiled files; none means those of the installed vLLM. Raises TranscodeError
     where no kernel or GPU can be used.
     """
-    written = read_json(target.resolve() / "config.json").get("quantization_config")
+    written = read_json(resolved(target) / "config.json").get("quantization_config")
     ops = load(libraries, options_of(target, written).dtype)
     return check(source, target, ops, everything)
 
 
 def check(source: Path, target: Path, ops: Ops, everything: bool) -> dict[str, Any]:
     """The same with ops that are loaded already."""
-    root = target.resolve()
+    root = resolved(target)
     written = read_json(root / "config.json").get("quantization_config")
     checkpoint = Checkpoint.open(source)
     plan = plan_for(checkpoint, options_of(target, written))
