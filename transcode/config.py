@@ -11,8 +11,8 @@ from typing import Any
 from transcode.checkpoint import Checkpoint
 from transcode.degrees import degrees
 from transcode.errors import FormatError
+from transcode.job import Job
 from transcode.names import address, natural
-from transcode.pack import Job
 from transcode.plan import ACTIVATION, Plan
 from transcode.quant import Encoding
 from transcode.recognise import Module, quantization

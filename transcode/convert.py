@@ -36,7 +36,8 @@ from transcode.destination import (
 )
 from transcode.errors import LayoutError, LossError
 from transcode.files import INDEX
-from transcode.pack import Job, bias, pieces, raw_bytes
+from transcode.job import Job
+from transcode.pack import bias, pieces, raw_bytes
 from transcode.plan import OutputShard, Plan, make
 from transcode.recognise import recognise, require_nvfp4
 from transcode.report import report
@@ -44,13 +45,6 @@ from transcode.settle import Settled, settle
 from transcode.spec import Layout
 from transcode.stacks import Options
 from transcode.unify import Unified, unify
-
-
-def prepare(source: Path, ask: Ask) -> tuple[Checkpoint, Plan]:
-    """Open, recognise, plan: all that headers and configs can tell; raises what cannot be done."""
-    checkpoint = Checkpoint.open(source)
-    refuse_packed(checkpoint)
-    return checkpoint, plan_for(checkpoint, ask.options(checkpoint))
 
 
 @dataclass(frozen=True)
@@ -68,6 +62,13 @@ class Ask:
         """The options for this checkpoint."""
         dtype = self.dtype or activation_dtype(checkpoint)
         return Options(self.layout, dtype, self.unify, self.exact, self.tp, self.shard_size)
+
+
+def prepare(source: Path, ask: Ask) -> tuple[Checkpoint, Plan]:
+    """Open, recognise, plan: all that headers and configs can tell; raises what cannot be done."""
+    checkpoint = Checkpoint.open(source)
+    refuse_packed(checkpoint)
+    return checkpoint, plan_for(checkpoint, ask.options(checkpoint))
 
 
 def plan_for(checkpoint: Checkpoint, options: Options) -> Plan:

@@ -1,7 +1,7 @@
 """Module names to addresses, and which projections a runtime joins into one GEMM.
 
-After this file nobody looks at strings. Families that the table does not list follow the rule by
-structure, STRUCTURE.
+Families that the table does not list follow the rule by structure, STRUCTURE. How ranks share out a
+linear is said by its name too, in degrees.py.
 """
 
 from __future__ import annotations

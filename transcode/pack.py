@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor
@@ -12,26 +11,12 @@ from torch.nn.functional import pad
 from transcode.checkpoint import Reader
 from transcode.errors import LayoutError, Mismatch
 from transcode.fold import scaled
-from transcode.plan import Kind, Output, Plan, has_input_scale
+from transcode.job import Job
+from transcode.plan import Kind, Output, has_input_scale
 from transcode.recognise import Module
-from transcode.settle import Settled, prepare
+from transcode.settle import prepare
 from transcode.stacks import Stack
 from transcode.unify import Unified
-
-
-@dataclass(frozen=True)
-class Job:
-    """All that is decided before the first byte is written. `settled` is keyed by stack name.
-
-    rounded_biases: packed modules whose bias is not exact in the activation dtype.
-    """
-
-    plan: Plan
-    unified: Unified
-    settled: Mapping[str, Settled]
-    read: Reader
-    device: torch.device
-    rounded_biases: tuple[str, ...] = ()
 
 
 def pieces(output: Output, job: Job) -> Iterator[Tensor]:

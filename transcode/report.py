@@ -19,7 +19,7 @@ from transcode.checkpoint import Checkpoint
 from transcode.degrees import degrees
 from transcode.destination import REPORT, write_json
 from transcode.files import read_json
-from transcode.pack import Job
+from transcode.job import Job
 from transcode.recognise import disagreements
 from transcode.settle import Settled, norm_share
 from transcode.stacks import Stack

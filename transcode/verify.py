@@ -24,7 +24,8 @@ from transcode.destination import CHUNK, EXPERT_INDEX, MISLEADING, REPORT
 from transcode.errors import CheckpointError, FormatError
 from transcode.files import INDEX, PLAN, read_json, resolved
 from transcode.header import TensorInfo, read_header
-from transcode.pack import Job, padded_codes, pieces, raw_bytes
+from transcode.job import Job
+from transcode.pack import padded_codes, pieces, raw_bytes
 from transcode.plan import Kind, Output, Plan
 from transcode.report import COMPLETE, report
 from transcode.stacks import Options

@@ -32,7 +32,7 @@ from transcode.gemm.moe import moe_run
 from transcode.gemm.ops import Ops, load
 from transcode.gemm.trial import Trial
 from transcode.header import read_header
-from transcode.pack import Job
+from transcode.job import Job
 from transcode.plan import Plan
 from transcode.settle import settle
 from transcode.stacks import Stack

@@ -31,7 +31,7 @@ from transcode.gemm.wanted import (
     product,
     size,
 )
-from transcode.pack import Job
+from transcode.job import Job
 from transcode.quant import QuantTensor
 from transcode.stacks import Stack
 from transcode.unify import Decision

@@ -16,7 +16,7 @@ from transcode.gemm.wanted import (
     error,
 )
 from transcode.header import TensorInfo
-from transcode.pack import Job
+from transcode.job import Job
 from transcode.plan import Output
 from transcode.stacks import Stack
 

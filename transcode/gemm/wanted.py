@@ -9,7 +9,7 @@ from math import frexp, sqrt
 import torch
 from torch import Tensor
 
-from transcode.pack import Job
+from transcode.job import Job
 from transcode.pack import bias as rounded_bias
 from transcode.quant import QuantTensor
 from transcode.recognise import Module
