@@ -797,3 +797,10 @@ def test_a_bias_of_down_is_served_wrong_by_vllm(tmp_path: Path) -> None:
     found = {f.code: f for f in examine(tmp_path / "b", None)}
     assert found["expert-down-bias"].level == "WRONG"
     assert "expert-down-bias" not in {f.code for f in examine(tmp_path / "b", "sglang")}
+
+
+def test_encodings_that_are_not_judged_are_not_said_to_load(tmp_path: Path) -> None:
+    build(tmp_path / "a", Spec(layers=1))
+    assert "nothing found that keeps" in run("check", tmp_path / "a").out
+    build(tmp_path / "b", Spec(layers=1, attention="fp8", gate_up="fp8", down="fp8"))
+    assert "not all of its encodings are judged yet" in run("check", tmp_path / "b").out

@@ -58,6 +58,8 @@ def verdict(findings: Sequence[Finding], runtime: str | None) -> str:
         return "does not load everywhere, see FAILS"
     if "WRONG" in levels:
         return f"loads in {judged}, but is served wrong"
+    if any(f.code == "not-read-yet" for f in findings):
+        return "nothing found, but not all of its encodings are judged yet"
     return f"nothing found that keeps {judged} from loading it"
 
 
