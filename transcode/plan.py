@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -85,7 +85,8 @@ def make(checkpoint: Checkpoint, modules: Mapping[str, Module], options: Options
         *expert_stacks(checkpoint, modules, options),
         *dense_stacks(checkpoint, modules, options),
     )
-    _distinct(stacks)
+    if twice := _repeated(stack.name for stack in stacks):
+        raise FormatError(f"{twice}: a linear has the name of packed experts")
     packed = {info.name for s in stacks for g in s.groups for m in g for info in _consumed(m)}
     outputs = [output for stack in stacks for output in _outputs(stack, options)]
     copies = [
@@ -93,7 +94,8 @@ def make(checkpoint: Checkpoint, modules: Mapping[str, Module], options: Options
         for name, info in checkpoint.tensors.items()
         if name not in packed
     ]
-    _no_clash([*outputs, *copies])
+    if twice := _repeated(output.name for output in (*outputs, *copies)):
+        raise FormatError(f"{twice} would be written twice: the source has it already")
     fused = [o for o in outputs if o.stack and o.stack.fused]
     plain = [o for o in outputs if o.stack and not o.stack.fused] + copies
     shards = (
@@ -101,15 +103,6 @@ def make(checkpoint: Checkpoint, modules: Mapping[str, Module], options: Options
         *_shards("experts", fused, options.shard_size),
     )
     return Plan(options, modules, stacks, shards)
-
-
-def _distinct(stacks: Sequence[Stack]) -> None:
-    """Stacks by name: a linear may not be called as packed experts are."""
-    seen: set[str] = set()
-    for stack in stacks:
-        if stack.name in seen:
-            raise FormatError(f"{stack.name}: a linear has the name of packed experts")
-        seen.add(stack.name)
 
 
 def _consumed(module: Module) -> Iterator[TensorInfo]:
@@ -170,12 +163,14 @@ def _all_or_none(modules: Sequence[Module], leaf: str) -> bool:
     return bool(having)
 
 
-def _no_clash(outputs: Sequence[Output]) -> None:
+def _repeated(names: Iterable[str]) -> str:
+    """The first name that stands there twice, or ""."""
     seen: set[str] = set()
-    for output in outputs:
-        if output.name in seen:
-            raise FormatError(f"{output.name} would be written twice: the source has it already")
-        seen.add(output.name)
+    for name in names:
+        if name in seen:
+            return name
+        seen.add(name)
+    return ""
 
 
 def _shards(stem: str, outputs: Sequence[Output], limit: int) -> list[OutputShard]:

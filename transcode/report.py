@@ -16,7 +16,6 @@ import torch
 
 from transcode import __version__
 from transcode.checkpoint import Checkpoint
-from transcode.degrees import degrees
 from transcode.destination import REPORT, write_json
 from transcode.files import read_json
 from transcode.job import Job
@@ -61,7 +60,7 @@ def report(
         },
         "companions": list(companions),
         "left_out": [asdict(entry) for entry in checkpoint.left_out],
-        "notes": [*notes(checkpoint, job)],
+        "notes": [*notes(checkpoint, job, quantization["tp"])],
     }
 
 
@@ -77,8 +76,8 @@ def notes_of(target: Path) -> list[str]:
     return [str(note) for note in found] if isinstance(found, list) else []
 
 
-def notes(checkpoint: Checkpoint, job: Job) -> Iterator[str]:
-    """What a user should know: oddities of the source, and what a fold means."""
+def notes(checkpoint: Checkpoint, job: Job, served: Sequence[int]) -> Iterator[str]:
+    """What a user should know: oddities of the source, losses, degrees that are not served."""
     yield from checkpoint.notes
     yield from disagreements(checkpoint, job.plan.modules)
     yield from job.unified.warnings
@@ -95,7 +94,6 @@ def notes(checkpoint: Checkpoint, job: Job) -> Iterator[str]:
             zero = f", {settled.fallen} of them to zero" if settled.fallen else ""
             by = f"by {settled.worst:.1%} at most{zero}"
             yield f"{name}: {settled.rounded} block scales rounded, {by}"
-    served = degrees(job.plan, checkpoint.text_config)
     if job.plan.options.tp not in served:
         yield f"--tp {job.plan.options.tp} is not served: the packed file fits tp {served}"
     for stack in job.plan.stacks:

@@ -85,7 +85,12 @@ def prepare(module: Module, unified: Unified, read: Reader) -> Tensor:
     value = stored.float()
     nan = value.isnan()
     if nan.any():
-        _zeros_under(module, nan, read)
+        if (bad := over_codes(module, nan, read)).any():
+            row, block = bad.nonzero()[0].tolist()
+            raise FormatError(
+                f"{module.name}: weight_scale is NaN in row {row}, block {block}, over codes that "
+                "are not zero"
+            )
         value = torch.where(nan, 0, value)
     if (value < 0).any():
         row, block = (value < 0).nonzero()[0].tolist()
@@ -95,16 +100,11 @@ def prepare(module: Module, unified: Unified, read: Reader) -> Tensor:
     return value.abs().to(torch.float8_e4m3fn)
 
 
-def _zeros_under(module: Module, nan: Tensor, read: Reader) -> None:
-    """A NaN scale is allowed over a block of zeros only."""
-    codes = unpack_nibbles(read.tensor(module.codes))
-    used = (codes & 7).reshape(*nan.shape, 16).any(-1)
-    if (nan & used).any():
-        row, block = (nan & used).nonzero()[0].tolist()
-        raise FormatError(
-            f"{module.name}: weight_scale is NaN in row {row}, block {block}, over codes that are "
-            "not zero"
-        )
+def over_codes(module: Module, nan: Tensor, read: Reader) -> Tensor:
+    """Which of the blocks `[N, K/16]` bool hold codes that are not zero: NaN is allowed over zeros
+    only."""
+    magnitudes = read.tensor(module.codes) & 0x77  # of both nibbles
+    return nan & magnitudes.reshape(*nan.shape, 8).any(-1)
 
 
 def settle(stack: Stack, unified: Unified, options: Options, read: Reader) -> Settled:
@@ -116,14 +116,16 @@ def settle(stack: Stack, unified: Unified, options: Options, read: Reader) -> Se
     worst = 0.0
     for e, group in enumerate(stack.groups):
         for i, module in enumerate(group):
+            source = _histogram(read.tensor(module.scales))
+            empty, again = unified.scalars[module.name].zero, module.name in unified.multiplier
+            if not (empty or again or source[NAN:].any()):
+                histograms[e, i] = source  # packed as they are
+                continue
             scales = prepare(module, unified, read)
-            histograms[e, i] = torch.bincount(
-                scales.view(torch.uint8).int().flatten(), minlength=256
-            )
-            if not unified.scalars[module.name].zero:
-                source = _histogram(module, read)
+            histograms[e, i] = _histogram(scales)
+            if not empty:
                 nan += int(source[[0x7F, 0xFF]].sum())
-            if module.name in unified.multiplier:
+            if again:
                 zeros = int(source[0x00] + source[0x80] + source[[0x7F, 0xFF]].sum())
                 fallen += int(histograms[e, i, 0]) - zeros
                 changed, by = _change(module, scales, unified, read)
@@ -149,9 +151,9 @@ def settle(stack: Stack, unified: Unified, options: Options, read: Reader) -> Se
     return Settled(g, lift, lifts, tuple(flushes), rounded, fallen, worst, nan, tuple(zero))
 
 
-def _histogram(module: Module, read: Reader) -> Tensor:
-    raw = read.tensor(module.scales).view(torch.uint8)
-    return torch.bincount(raw.int().flatten(), minlength=256)
+def _histogram(scales: Tensor) -> Tensor:
+    """How often each E4M3 byte occurs, int64 `[256]`."""
+    return torch.bincount(scales.view(torch.uint8).int().flatten(), minlength=256)
 
 
 def _change(module: Module, scales: Tensor, unified: Unified, read: Reader) -> tuple[int, float]:

@@ -20,6 +20,7 @@ from transcode.catalog import layout
 from transcode.checkpoint import Checkpoint, reader
 from transcode.config import METHOD, quantization_config, target_config
 from transcode.convert import decide, indexes, metadata_of, plan_for
+from transcode.degrees import HIGHEST
 from transcode.destination import CHUNK, EXPERT_INDEX, MISLEADING, REPORT
 from transcode.errors import CheckpointError, FormatError
 from transcode.files import INDEX, PLAN, read_json, resolved
@@ -65,7 +66,7 @@ def options_of(target: Path, written: Any) -> Options:
         raise FormatError(f"{target}: its config is not this program's: {error!r}") from None
     if dtype not in ("bfloat16", "float16") or unify not in ("fold", "rescale", "none"):
         raise FormatError(f"{target}: activation_dtype {dtype!r}, unify {unify!r}: unknown options")
-    if type(tp) is not int or not 1 <= tp <= 64 or type(exact) is not bool:
+    if type(tp) is not int or not 1 <= tp <= HIGHEST or type(exact) is not bool:
         raise FormatError(f"{target}: tp {tp!r}, exact {exact!r}: unknown options")
     return Options(made, dtype, unify, exact, tp)
 
@@ -147,8 +148,8 @@ def _configs(
     theirs = wanted.pop("quantization_config")
     yield from _entries("config.json", written, wanted)
     yield from _entries("config.json: quantization_config", mine, theirs)
-    for name in (INDEX, EXPERT_INDEX):
-        yield from _index(root, name, job.plan, found)
+    for name, entries in indexes(job.plan).items():
+        yield from _index(root, name, entries, found)
     yield from _report(checkpoint, job, quantization, root)
 
 
@@ -184,9 +185,11 @@ def _entries(where: str, found: Mapping[str, Any], wanted: Mapping[str, Any]) ->
             yield f"{where}: {key} differs"
 
 
-def _index(root: Path, name: str, plan: Plan, found: Mapping[str, TensorInfo]) -> Iterator[str]:
+def _index(
+    root: Path, name: str, wanted: Mapping[str, Any], found: Mapping[str, TensorInfo]
+) -> Iterator[str]:
     """Every tensor where the index says, whatever the shards are called."""
-    wanted, written = indexes(plan)[name], _read(root / name)
+    written = _read(root / name)
     if isinstance(written, str):
         yield written
         return

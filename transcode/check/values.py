@@ -19,7 +19,7 @@ from transcode.config import activation_dtype
 from transcode.errors import FormatError
 from transcode.names import address
 from transcode.recognise import Module
-from transcode.settle import BYTES
+from transcode.settle import BYTES, over_codes
 from transcode.stacks import experts_of, siblings
 from transcode.unify import Scalars, read_scalars
 
@@ -156,7 +156,8 @@ def _blocks(values: Values, read: Reader) -> Iterator[Finding]:
             modelopt = module.written.name.startswith("modelopt")
             checked = modelopt and address(name).expert is None
             (dense if checked else other).append(name)
-            if not _nan_over_codes(module, read):
+            nan = read.tensor(module.scales).float().isnan()
+            if not over_codes(module, nan, read).any():
                 padding.append(name)
     for names, runtimes in ((dense, ("sglang",)), (other, ("vllm", "sglang"))):
         if names:
@@ -183,12 +184,6 @@ def _blocks(values: Values, read: Reader) -> Iterator[Finding]:
             f"{many(negative[names[0]], 'block scale')} negative; {many(len(names), 'matrix')} of "
             "this kind: Marlin stores zero for them; transcode convert refuses them",
         )  # fmt: skip
-
-
-def _nan_over_codes(module: Module, read: Reader) -> bool:
-    nan = read.tensor(module.scales).float().isnan()
-    codes = read.tensor(module.codes) & 0x77
-    return bool((codes.reshape(*nan.shape, 8).any(-1) & nan).any())
 
 
 def _flushes(checkpoint: Checkpoint, values: Values, groups: Sequence[Group]) -> Iterator[Finding]:
