@@ -13,8 +13,10 @@ import torch
 from tests import packed
 from tests.build import Spec, build, edit, edit_config
 from tests.convert import pack, run
+from tests.producers import KINDS
 
 SPEC = Spec(hidden=128, intermediate=64, experts=2, layers=1)
+UNKNOWN = "stacked quantised experts of a kind that is not known here"
 Json = dict[str, Any]
 
 
@@ -24,6 +26,11 @@ def without(config: Json) -> Json:
 
 def quantization(**entries: Any) -> Callable[[Json], Json]:
     return lambda c: c | {"quantization_config": c["quantization_config"] | entries}
+
+
+def oddities(src: Path) -> list[str]:
+    found: list[str] = json.loads(run("inspect", "--json", src).out)["oddities"]
+    return found
 
 
 @pytest.mark.parametrize(
@@ -46,8 +53,7 @@ def test_whatever_the_config_says_the_tensors_are_believed(
     edit_config(tmp_path / "src", change)
     found = packed.weights(pack(tmp_path / "src", tmp_path / "dst"))
     assert all(torch.equal(found[m], truth[m]) for m in truth)
-    oddities = json.loads(run("inspect", "--json", tmp_path / "src").out)["oddities"]
-    assert any("says quant_method" in o for o in oddities) == bool(said)
+    assert any("says quant_method" in o for o in oddities(tmp_path / "src")) == bool(said)
 
 
 def test_no_quantization_config_at_all_is_said(tmp_path: Path) -> None:
@@ -84,22 +90,27 @@ def test_a_vision_models_prefix_makes_no_difference(tmp_path: Path, prefix: str)
 
 
 @pytest.mark.parametrize(
-    ("name", "dtype", "shape"),
+    ("name", "shape", "words"),
     [
-        ("model.layers.0.feed_forward.experts.gate_up_proj", torch.uint8, (2, 64, 256)),
-        ("model.layers.0.mlp.experts.gate_up_proj_blocks", torch.uint8, (2, 256, 4, 16)),
-        ("model.layers.0.mlp.experts.down_proj.weight", torch.uint8, (2, 128, 32)),
+        ("model.layers.0.feed_forward.experts.gate_up_proj", (2, 64, 256), UNKNOWN),
+        ("model.layers.0.mlp.experts.down_proj.weight", (2, 128, 32), UNKNOWN),
+        (
+            "model.layers.0.mlp.experts.gate_up_proj_blocks", (2, 256, 4, 16),
+            "MXFP4 blocks without what belongs to them",
+        ),
     ],
-)
-def test_fused_experts_are_refused_by_name(
-    tmp_path: Path, name: str, dtype: torch.dtype, shape: tuple[int, ...]
+)  # fmt: skip
+@pytest.mark.parametrize("form", ["marlin-nvfp4", "modelopt", "canonical"])
+def test_stacked_experts_without_scales_are_refused_by_name(
+    tmp_path: Path, name: str, shape: tuple[int, ...], words: str, form: str
 ) -> None:
     build(tmp_path / "src", SPEC)
-    edit(tmp_path / "src", lambda t: t | {name: torch.zeros(shape, dtype=dtype)})
-    ran = run("convert", "--to", "marlin-nvfp4", tmp_path / "src", tmp_path / "dst")
+    edit(tmp_path / "src", lambda t: t | {name: torch.zeros(shape, dtype=torch.uint8)})
+    ran = run("convert", "--to", form, tmp_path / "src", tmp_path / "dst")
     assert ran.code == 1
     assert name in ran.err
-    assert "not read yet" in ran.err
+    assert words in ran.err
+    assert any(words in o for o in oddities(tmp_path / "src"))
 
 
 def test_a_table_that_is_looked_up_is_carried(tmp_path: Path) -> None:
@@ -121,9 +132,48 @@ def test_inspect_counts_modules_by_group(tmp_path: Path) -> None:
     seen = json.loads(run("inspect", "--json", tmp_path / "src").out)
     groups = {(g["modules"], g["encoding"]): g["count"] for g in seen["groups"]}
     assert groups["model.layers.*.mlp.experts.*.gate_proj", "modelopt-nvfp4"] == 8
-    assert groups["model.layers.*.self_attn.q_proj", "fp8-tensor"] == 2
+    assert groups["model.layers.*.self_attn.q_proj", "modelopt-fp8-tensor"] == 2
     assert seen["tensors"] == len(packed.tensors(tmp_path / "src"))
     assert "modelopt-nvfp4" in run("inspect", tmp_path / "src").out
+
+
+NAMED = {
+    "modelopt-nvfp4-llama4": {"modelopt-nvfp4"},
+    "modelopt-w4a8": {"modelopt-nvfp4-32"},
+    "modelopt-fp8-block": {"modelopt-fp8-block"},
+    "ct-mixed": {"compressed-tensors-fp8-channel", "compressed-tensors-nvfp4"},
+    "ct-int4-nvfp4": {"compressed-tensors-int4", "compressed-tensors-nvfp4"},
+    "fp8-deepseek": {"deepseek-fp8-block"},
+    "fp8-fbgemm": {"fbgemm-fp8-channel"},
+    "v4-hub": {"deepseek-v4-fp8-block", "deepseek-v4-mxfp4"},
+    "gptoss-mxfp4": {"gpt-oss-mxfp4"},
+    "quark-mxfp4": {"quark-mxfp4"},
+    "quark-nvfp4": {"quark-nvfp4"},
+}
+
+
+@pytest.mark.parametrize("kind", NAMED)
+def test_inspect_names_every_producers_formats_and_finds_no_oddity(
+    tmp_path: Path, kind: str
+) -> None:
+    made = KINDS[kind](tmp_path / "src")
+    seen = json.loads(run("inspect", "--json", tmp_path / "src").out)
+    quantised = [g for g in seen["groups"] if g["encoding"] != "unquantised"]
+    assert {g["encoding"] for g in quantised} == NAMED[kind]
+    assert sum(g["count"] for g in quantised) == len(made.truth)
+    assert not seen["oddities"]
+    listed = sum(g["bytes"] for g in seen["groups"]) + seen["other_tensors"]["bytes"]
+    assert listed >= seen["bytes"]  # a scalar that many experts share counts for each
+
+
+def test_inspect_shows_our_own_stacked_form_module_by_module(tmp_path: Path) -> None:
+    build(tmp_path / "src", SPEC)
+    assert run("convert", "--to", "canonical", tmp_path / "src", tmp_path / "own").code == 0
+    seen = json.loads(run("inspect", "--json", tmp_path / "own").out)
+    groups = {(g["modules"], g["encoding"]): g["count"] for g in seen["groups"]}
+    assert groups["model.layers.*.mlp.experts.*.up_proj", "canonical-nvfp4"] == 2
+    assert seen["quant_method"] == "transcode"
+    assert not seen["oddities"]
 
 
 def test_formats_and_layouts_are_listed() -> None:

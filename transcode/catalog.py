@@ -1,4 +1,4 @@
-"""All formats and layouts, by their files: `formats/x.py` has FORMATS, `kernels/x.py` LAYOUTS."""
+"""All formats and layouts, by their files: `formats/x.py` has PRODUCERS, `kernels/x.py` LAYOUTS."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from typing import Any
 import transcode.formats
 import transcode.kernels
 from transcode.errors import LayoutError
-from transcode.spec import Format, Layout
+from transcode.producer import Producer, Target
+from transcode.spec import Layout
 
 
 def _collect(package: str, path: Iterable[str], constant: str) -> list[Any]:
@@ -20,9 +21,21 @@ def _collect(package: str, path: Iterable[str], constant: str) -> list[Any]:
 
 
 @cache
-def formats() -> tuple[Format, ...]:
-    """Every encoding of every producer that can be read."""
-    return tuple(_collect("transcode.formats", transcode.formats.__path__, "FORMATS"))
+def producers() -> tuple[Producer, ...]:
+    """Every producer whose checkpoints can be read."""
+    return tuple(_collect("transcode.formats", transcode.formats.__path__, "PRODUCERS"))
+
+
+@cache
+def producer(name: str) -> Producer:
+    """The producer of this name."""
+    return next(p for p in producers() if p.name == name)
+
+
+@cache
+def targets() -> dict[str, tuple[Producer, Target]]:
+    """Every format that can be written, by the word for `--to`."""
+    return {target.name: (p, target) for p in producers() for target in p.targets}
 
 
 @cache

@@ -94,7 +94,10 @@ def main() -> None:
 
 
 @main.command()
-@click.option("--to", "target", required=True, metavar="LAYOUT", help="See `transcode layouts`.")
+@click.option(
+    "--to", "target", required=True, metavar="TARGET",
+    help="A kernel's layout or another form: see `transcode layouts`, `transcode formats`.",
+)  # fmt: skip
 @SRC
 @DST
 @click.option(
@@ -106,9 +109,8 @@ def main() -> None:
 @click.option(
     "--unify",
     type=click.Choice(["fold", "rescale", "none"]),
-    default="fold",
-    show_default=True,
-    help="What to do where a fusion group's global scales differ.",
+    help="What to do where a fusion group's global scales differ.  [default: fold for a layout; "
+    "none, which keeps them, for a form]",
 )
 @click.option("--exact", is_flag=True, help="Refuse (exit 4) to round or flush any scale.")
 @click.option(
@@ -117,6 +119,19 @@ def main() -> None:
     default=1,
     show_default=True,
     help="Pad experts so that this many ranks, and its divisors, get whole tiles.",
+)
+@click.option("--fused", is_flag=True, help="Form: stack the experts, as the family has it.")
+@click.option("--drop-kv-scales", is_flag=True, help="Form: leave out the KV cache's scales.")
+@click.option(
+    "--fill-input-scale",
+    is_flag=True,
+    help="Form: give experts without a valid input scale the largest of their layer's.",
+)
+@click.option(
+    "--for",
+    "runtime",
+    type=click.Choice(["vllm", "sglang"]),
+    help="Form: refuse what this runtime does not load.",
 )
 @click.option("--dry-run", is_flag=True, help="Print the plan, made from headers; write nothing.")
 @click.option("--overwrite", is_flag=True, help="Replace DST once the new one is complete.")
@@ -128,28 +143,47 @@ def convert(
     dst: Path,
     dtype: str | None,
     device: str,
-    unify: str,
+    unify: str | None,
     exact: bool,
     tp: int,
+    fused: bool,
+    drop_kv_scales: bool,
+    fill_input_scale: bool,
+    runtime: str | None,
     dry_run: bool,
     overwrite: bool,
     shard_size: int,
     as_json: bool,
 ) -> None:
-    """Re-pack SRC into DST for a kernel, and prove every tensor."""
+    """Re-pack SRC into DST for a kernel, or rewrite it as another producer's, with proof."""
     with reporting(as_json, "interrupted; the same command goes on where this one stopped"):
         from transcode import catalog
         from transcode import convert as line
         from transcode.destination import guard
         from transcode.dryrun import describe, outline
+        from transcode.loads import require_loads
+        from transcode.producer import Form
         from transcode.report import table
+        from transcode.rewrite_report import form_table
 
-        if target not in catalog.layouts():
-            known = ", ".join(catalog.layouts())
+        layouts, forms = catalog.layouts(), catalog.targets()
+        if target not in layouts and target not in forms:
+            known = ", ".join([*layouts, *forms])
             raise click.BadParameter(f"no {target!r}; there are {known}", param_hint="--to")
-        ask = line.Ask(catalog.layout(target), dtype, unify, exact, tp, shard_size)
+        form = None
+        if target in forms:
+            form = Form(*forms[target], fused, drop_kv_scales, fill_input_scale)
+            if dtype or tp > 1:
+                raise click.UsageError("--dtype and --tp are for kernels' layouts")
+        elif fused or drop_kv_scales or fill_input_scale or runtime:
+            raise click.UsageError(
+                "--fused, --drop-kv-scales, --fill-input-scale and --for are for forms"
+            )
+        ask = line.Ask(layouts.get(target), dtype, unify or "", exact, tp, shard_size, form)
         guard(src, dst, overwrite=overwrite)
         checkpoint, plan = line.prepare(src, ask)
+        if form:
+            require_loads(form, plan.modules, runtime)
         if dry_run:
             say(json.dumps(outline(plan), indent=2) if as_json else describe(plan))
             return
@@ -158,7 +192,8 @@ def convert(
         )
         for note in done["notes"]:
             click.echo(f"transcode: {one_line(note)}", err=True)
-        say(json.dumps(done, indent=2) if as_json else table(done))
+        show = form_table if form else table
+        say(json.dumps(done, indent=2) if as_json else show(done))
 
 
 @main.command()
@@ -249,11 +284,21 @@ def inspect(src: Path, as_json: bool) -> None:
 
 @main.command()
 def formats() -> None:
-    """List what can be read: one line each."""
-    from transcode.catalog import formats as known
+    """List what can be read and written, and what loads it: one line each."""
+    from transcode.catalog import producers, targets
 
-    for format_ in known():
-        click.echo(f"{format_.name:26} read        {format_.title}")
+    written = set()
+    for name, (producer, target) in targets().items():
+        how = "read, write" if producer.formats else "write"
+        loads = ", ".join(f"{e.runtime} {e.version} {'+'.join(e.kinds)}" for e in target.loads_in)
+        told = "as its encodings do" if not target.encodings and not loads else loads
+        told = "no runtime" if name == "canonical" or not told else told
+        click.echo(f"{name:28} {how:11} {target.title}; loads in: {told}")
+        written |= {f"{producer.name}-{e}" for e in target.encodings}
+    for producer in producers():
+        for format_ in producer.formats:
+            if format_.read_only:
+                click.echo(f"{format_.name:28} read")
 
 
 @main.command()

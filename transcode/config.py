@@ -14,6 +14,7 @@ from transcode.errors import FormatError
 from transcode.job import Job
 from transcode.names import address, natural
 from transcode.plan import ACTIVATION, Plan
+from transcode.producer import Configs
 from transcode.quant import Encoding
 from transcode.recognise import Module, quantization
 from transcode.stacks import experts_of, packable
@@ -50,6 +51,17 @@ def activation_dtype(checkpoint: Checkpoint) -> str:
 
 def target_config(checkpoint: Checkpoint, mine: Mapping[str, Any]) -> dict[str, Any]:
     """The source's config with this quantization config and no other, and the packed dtype."""
+    config = _without(checkpoint)
+    text = config.get("text_config")
+    for block in (config, text if isinstance(text, dict) else {}):
+        for key in ("dtype", "torch_dtype"):
+            if block.get(key) is not None:
+                block[key] = mine["activation_dtype"]
+    return config | {"quantization_config": dict(mine)}
+
+
+def _without(checkpoint: Checkpoint) -> dict[str, Any]:
+    """The source's config without any quantization config."""
     config = copy.deepcopy(checkpoint.config)
     for path in removed(checkpoint):
         *parents, last = path.split("/")
@@ -57,12 +69,16 @@ def target_config(checkpoint: Checkpoint, mine: Mapping[str, Any]) -> dict[str, 
         for key in parents:
             holder = holder[key]
         del holder[last]
-    text = config.get("text_config")
-    for block in (config, text if isinstance(text, dict) else {}):
-        for key in ("dtype", "torch_dtype"):
-            if block.get(key) is not None:
-                block[key] = mine["activation_dtype"]
-    return config | {"quantization_config": dict(mine)}
+    return config
+
+
+def form_configs(checkpoint: Checkpoint, configs: Configs) -> dict[str, dict[str, Any]]:
+    """config.json, and hf_quant_config.json if there is one, of a rewritten checkpoint."""
+    config = _without(checkpoint) | dict(configs.top)
+    if configs.quantization is not None:
+        config |= {"quantization_config": configs.quantization}
+    beside = {"hf_quant_config.json": configs.hf_quant} if configs.hf_quant else {}
+    return {"config.json": config, **beside}
 
 
 def removed(checkpoint: Checkpoint) -> dict[str, Any]:
@@ -114,7 +130,7 @@ def quantization_config(checkpoint: Checkpoint, job: Job) -> dict[str, Any]:
 def refuse_packed(checkpoint: Checkpoint) -> None:
     """Raise FormatError for a checkpoint that was packed by this program."""
     config = quantization(checkpoint)[0]
-    if config.get("quant_method") == METHOD:
+    if config.get("quant_method") == METHOD and config.get("layout") != "canonical":
         raise FormatError(
             f"{checkpoint.path.name} is packed already ({config.get('layout')}): it cannot be read "
             "back yet; see its transcode_report.json"

@@ -11,17 +11,18 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
-from transcode import __version__
+from transcode import __version__, rewrite
 from transcode.checkpoint import Checkpoint, Reader, reader
 from transcode.config import (
     activation_dtype,
+    form_configs,
     quantization_config,
     refuse_packed,
     target_config,
 )
+from transcode.decide import decide as decide_form
 from transcode.destination import (
     EXPERT_INDEX,
-    REPORT,
     begin,
     copy_companions,
     copy_range,
@@ -35,12 +36,16 @@ from transcode.destination import (
     write_shard,
 )
 from transcode.errors import LayoutError, LossError
-from transcode.files import INDEX
+from transcode.files import INDEX, REPORT
 from transcode.job import Job
 from transcode.pack import bias, pieces, raw_bytes
 from transcode.plan import OutputShard, Plan, make
-from transcode.recognise import recognise, require_nvfp4
+from transcode.producer import Form
+from transcode.readback import read_back
+from transcode.recognise import recognise, require_known, require_nvfp4
 from transcode.report import report
+from transcode.rewrite_report import rewrite_report
+from transcode.rewritten import direct
 from transcode.settle import Settled, settle
 from transcode.spec import Layout
 from transcode.stacks import Options
@@ -49,19 +54,25 @@ from transcode.unify import Unified, unify
 
 @dataclass(frozen=True)
 class Ask:
-    """What the user asked for; a dtype of None is the config's own."""
+    """What the user asked for: a layout or a form; a dtype of None is the config's own.
 
-    layout: Layout
+    unify: "" is `fold` for a layout, `keep` for a form, which has room for all scalars.
+    """
+
+    layout: Layout | None
     dtype: str | None = None
-    unify: str = "fold"
+    unify: str = ""
     exact: bool = False
     tp: int = 1
     shard_size: int = 5_000_000_000
+    form: Form | None = None
 
     def options(self, checkpoint: Checkpoint) -> Options:
         """The options for this checkpoint."""
         dtype = self.dtype or activation_dtype(checkpoint)
-        return Options(self.layout, dtype, self.unify, self.exact, self.tp, self.shard_size)
+        unify = self.unify or ("keep" if self.form else "fold")
+        unify = "keep" if self.form and unify == "none" else unify
+        return Options(self.layout, dtype, unify, self.exact, self.tp, self.shard_size, self.form)
 
 
 def prepare(source: Path, ask: Ask) -> tuple[Checkpoint, Plan]:
@@ -75,12 +86,17 @@ def plan_for(checkpoint: Checkpoint, options: Options) -> Plan:
     """From an opened checkpoint to the plan."""
     checkpoint.require_sound()
     recognised = recognise(checkpoint)
+    if options.form:
+        require_known(checkpoint, recognised)
+        return rewrite.make(checkpoint, recognised.modules, options)
     require_nvfp4(checkpoint, recognised)
     return make(checkpoint, recognised.modules, options)
 
 
 def decide(checkpoint: Checkpoint, plan: Plan, read: Reader, device: torch.device) -> Job:
     """The first pass: all scalars, then all block scales; every refusal comes before any output."""
+    if plan.options.form:
+        return decide_form(checkpoint, plan, read, device)
     unified = unify(checkpoint, plan, read)
     settled = dict[str, Settled]()
     for stack in tqdm(plan.stacks, desc="scales", unit="stack", disable=None, leave=False):
@@ -121,6 +137,8 @@ def convert(
             for shard in todo:
                 _write(place, shard, job, bar)
         done = _accompany(checkpoint, place, job)
+        if plan.options.form:
+            read_back(place, job)
         checkpoint.require_unchanged()
     finish(place, target, names_of(done, plan))
     return done
@@ -129,8 +147,9 @@ def convert(
 def _write(place: Path, shard: OutputShard, job: Job, bar: Any) -> None:
     def fill(fd: int, index: int, start: int) -> None:
         output = shard.outputs[index]
-        if output.source is not None and output.name not in job.unified.scaled:
-            copy_range(output.source, job.read.file(output.source), fd, start)
+        source = direct(output, job)
+        if source is not None:
+            copy_range(source, job.read.file(source), fd, start)
             bar.update(output.nbytes)
             return
         for piece in pieces(output, job):
@@ -145,8 +164,8 @@ def _write(place: Path, shard: OutputShard, job: Job, bar: Any) -> None:
 
 def metadata_of(packed: bool, plan: Plan) -> dict[str, str]:
     """A shard's header metadata: what layout its packed tensors are in, if it has any."""
-    layout = plan.options.layout
-    mine = {"transcode.layout": f"{layout.name} {layout.version}"} if packed else {}
+    layout = plan.options.kernel
+    mine = {"transcode.layout": f"{layout.name} {layout.version}"} if layout and packed else {}
     return {"format": "pt", **mine}
 
 
@@ -155,15 +174,22 @@ def _accompany(checkpoint: Checkpoint, place: Path, job: Job) -> dict[str, Any]:
     companions = copy_companions(checkpoint, place)
     for name, entries in indexes(job.plan).items():
         write_json(place / name, entries)
-    quantization = quantization_config(checkpoint, job)
-    write_json(place / "config.json", target_config(checkpoint, quantization))
-    done = report(checkpoint, job, quantization, companions)
+    if configs := job.plan.configs:
+        for name, entries in form_configs(checkpoint, configs).items():
+            write_json(place / name, entries)
+        done = rewrite_report(checkpoint, job, companions)
+    else:
+        quantization = quantization_config(checkpoint, job)
+        write_json(place / "config.json", target_config(checkpoint, quantization))
+        done = report(checkpoint, job, quantization, companions)
     write_json(place / REPORT, done)
     return done
 
 
 def indexes(plan: Plan) -> dict[str, Mapping[str, Any]]:
     """The stock index, which knows no packed experts, and the index of those."""
+    if plan.configs:
+        return {INDEX: index_of(plan.shards)}
     plain = [s for s in plan.shards if not is_experts(s)]
     return {
         INDEX: index_of(plain),
@@ -173,7 +199,7 @@ def indexes(plan: Plan) -> dict[str, Mapping[str, Any]]:
 
 def names_of(done: Mapping[str, Any], plan: Plan) -> set[str]:
     """Every file of a finished destination."""
-    fixed = ("config.json", INDEX, EXPERT_INDEX, REPORT)
+    fixed = ("config.json", INDEX, EXPERT_INDEX, REPORT, "hf_quant_config.json")
     return {*fixed, *(shard.name for shard in plan.shards), *done["companions"]}
 
 

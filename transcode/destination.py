@@ -12,12 +12,12 @@ from typing import Any
 
 from transcode.checkpoint import Checkpoint
 from transcode.errors import CheckpointError, DestinationError
-from transcode.files import INDEX, PLAN, UNFINISHED, read_json, resolved
+from transcode.files import INDEX, PLAN, REPORT, UNFINISHED, read_json, resolved
 from transcode.header import TensorInfo, is_text, layout
 from transcode.plan import OutputShard, Plan
+from transcode.stacks import Options
 
 EXPERT_INDEX = "transcode.index.json"
-REPORT = "transcode_report.json"
 MISLEADING = (
     "config.json",
     "hf_quant_config.json",
@@ -73,7 +73,7 @@ def identity(checkpoint: Checkpoint, plan: Plan, version: str) -> dict[str, Any]
     options = plan.options
     return {
         "transcode": version,
-        "layout": f"{options.layout.name} {options.layout.version}",
+        "target": target_of(options),
         "dtype": options.dtype,
         "unify": options.unify,
         "exact": options.exact,
@@ -84,6 +84,15 @@ def identity(checkpoint: Checkpoint, plan: Plan, version: str) -> dict[str, Any]
         "config": checkpoint.config,
         "hf_quant_config": checkpoint.hf_quant_config,
     }
+
+
+def target_of(options: Options) -> dict[str, Any]:
+    """The layout and its version, or the form and what was asked of it."""
+    if options.form:
+        form = options.form
+        return {"to": form.target.name, "fused": form.fused, "drop_kv_scales": form.drop_kv,
+                "fill_input_scale": form.fill_input}  # fmt: skip
+    return {"to": options.layout.name, "version": options.layout.version}
 
 
 def begin(target: Path, wanted: Mapping[str, Any]) -> Path:

@@ -9,8 +9,10 @@ from transcode.plan import Plan
 
 def outline(plan: Plan) -> dict[str, Any]:
     """The plan as JSON: shards with their tensors and sizes, stacks with their padding."""
+    kernel, form = plan.options.kernel, plan.options.form
     return {
-        "layout": f"{plan.options.layout.name} {plan.options.layout.version}",
+        **({"layout": f"{kernel.name} {kernel.version}"} if kernel else {}),
+        **({"format": form.target.name} if form else {}),
         "activation_dtype": plan.options.dtype,
         "bytes": plan.nbytes,
         "stacks": [
@@ -23,6 +25,7 @@ def outline(plan: Plan) -> dict[str, Any]:
                 "padded_k": stack.padded.k,
             }
             for stack in plan.stacks
+            if kernel
         ],
         "shards": [
             {
@@ -41,7 +44,7 @@ def outline(plan: Plan) -> dict[str, Any]:
 def describe(plan: Plan) -> str:
     """The plan as lines: stacks with their sizes, shards, the sum. Tensors are in the JSON."""
     lines = list[str]()
-    for stack in plan.stacks:
+    for stack in plan.stacks if plan.options.kernel else ():
         rows, k = [m.shape[0] for m in stack.groups[0]], stack.groups[0][0].shape[1]
         padded = f", padded to {list(stack.padded.rows)} x {stack.padded.k}"
         same = (list(stack.padded.rows), stack.padded.k) == (rows, k)

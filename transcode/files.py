@@ -23,6 +23,7 @@ INDEX = "model.safetensors.index.json"
 WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".pkl", ".gguf")
 SKIPPED_FOLDERS = (".git", ".cache")
 PLAN = ".transcode-plan.json"
+REPORT = "transcode_report.json"
 UNFINISHED = ".unfinished"
 """What a run in progress adds to the name of a file."""
 

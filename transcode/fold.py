@@ -82,11 +82,13 @@ def refusal(
         return f"up would come out {1 / pair.ratio:.4g} times as large, in {options.dtype}"
     if down is None:
         return "there is no down"
-    if down.encoding in (Encoding.UNQUANTISED, Encoding.NVFP4_32):
+    if down.encoding in (Encoding.UNQUANTISED, Encoding.NVFP4_32, Encoding.INT4):
         return f"{down.name} is {down.encoding}: no scale that takes the factor"
     if pair.g_down is not None and not _packs(pair.g_down, pair.ratio, options):
         return f"{down.name}'s global scale times {pair.ratio:g} leaves float32's normal range"
     for info, factor in changes(up, down, pair.ratio):
+        if info.part_of and not options.form:
+            return f"{info.part_of} holds other experts' too"
         if not _takes(read.tensor(info), info, factor):
             return f"{info} cannot take the factor {factor:.9g}"
     return ""
@@ -102,6 +104,8 @@ def _packs(g: Tensor, ratio: float, options: Options) -> bool:
     result = folded(g, ratio)
     if (result >= TINY) != (g > 0):
         return False
+    if options.form:
+        return bool(torch.isfinite(result))
     try:
         options.layout.pack_global(result.reshape(1), torch.ones(1), options.dtype)
     except LayoutError:

@@ -35,8 +35,29 @@ BITS = {
 
 
 @dataclass(frozen=True)
+class Cut:
+    """How a tensor is taken out of bytes that are not its own alone.
+
+    stored: the shape of the bytes.  transposed: whether its two axes are swapped then.
+    first, step: which rows are the tensor's after that.
+    repeat: how often every element stands in the tensor, along its last axis.
+    """
+
+    stored: tuple[int, ...]
+    transposed: bool = False
+    first: int = 0
+    step: int = 1
+    repeat: int = 1
+
+
+@dataclass(frozen=True)
 class TensorInfo:
-    """Where a tensor lies: `nbytes` bytes of `file` from `start`, counted from the file's begin."""
+    """Where a tensor lies: `nbytes` bytes of `file` from `start`, counted from the file's begin.
+
+    part_of: the stored tensor that it is a part of (an expert's of a fused one), "" if it is whole.
+    cut: how its elements lie in the bytes from `start`, if not one after another; `nbytes` is then
+    what it has, not what must be read.
+    """
 
     name: str
     dtype: str
@@ -44,9 +65,16 @@ class TensorInfo:
     file: Path
     start: int
     nbytes: int
+    part_of: str = ""
+    cut: Cut | None = None
 
     def __str__(self) -> str:
         return f"{self.name} {self.dtype} {list(self.shape)}"
+
+    @property
+    def stored_name(self) -> str:
+        """The name of the tensor in the file."""
+        return self.part_of or self.name
 
     def entry(self, index: int) -> TensorInfo:
         """One entry along the first axis, as a tensor of its own."""

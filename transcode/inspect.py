@@ -29,7 +29,7 @@ def inspect(source: Path) -> dict[str, Any]:
         entry["bytes"] += sum(t.nbytes for t in module.leaves.values())
         if list(module.shape) not in entry["shapes"]:
             entry["shapes"].append(list(module.shape))
-    owned = {t.name for m in recognised.modules.values() for t in m.leaves.values()}
+    owned = {t.stored_name for m in recognised.modules.values() for t in m.leaves.values()}
     loose = [t for name, t in checkpoint.tensors.items() if name not in owned]
     config, where = quantization(checkpoint)
     return {

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
+from torch import Tensor
 
 from transcode.checkpoint import Reader
+from transcode.origins import NOTHING, Origins
 from transcode.plan import Plan
 from transcode.settle import Settled
 from transcode.unify import Unified
@@ -18,6 +20,9 @@ class Job:
     """All that is decided before the first byte is written. `settled` is keyed by stack name.
 
     rounded_biases: packed modules whose bias is not exact in the activation dtype.
+    cleaned: rewritten modules whose block scales are NaN over zeros, or -0.
+    filled: input scales, as factors, of modules that had none that is valid.
+    losses: of decoded outputs, a memo of `rewritten.loss`.
     """
 
     plan: Plan
@@ -26,3 +31,7 @@ class Job:
     read: Reader
     device: torch.device
     rounded_biases: tuple[str, ...] = ()
+    origins: Origins = NOTHING
+    cleaned: frozenset[str] = frozenset()
+    filled: Mapping[str, Tensor] = field(default_factory=dict)
+    losses: dict[str, float] = field(default_factory=dict)

@@ -14,6 +14,7 @@ from transcode.fold import scaled
 from transcode.job import Job
 from transcode.plan import Kind, Output, has_input_scale
 from transcode.recognise import Module
+from transcode.rewritten import made
 from transcode.settle import prepare
 from transcode.stacks import Stack
 from transcode.unify import Unified
@@ -22,6 +23,9 @@ from transcode.unify import Unified
 def pieces(output: Output, job: Job) -> Iterator[Tensor]:
     """The tensor in pieces that follow each other: one for each expert, or the whole."""
     stack = output.stack
+    if output.recipe:
+        yield from made(output, job)
+        return
     if stack is None:
         yield copied(output, job)
         return
@@ -43,7 +47,7 @@ def copied(output: Output, job: Job) -> Tensor:
     """A tensor that is carried; scaled where a fold moves a factor into it."""
     assert output.source is not None
     value = job.read.tensor(output.source)
-    factor = job.unified.scaled.get(output.name)
+    factor = job.unified.scaled.get(output.source.name)
     return value if factor is None else scaled(value, output.source, factor)
 
 

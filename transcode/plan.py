@@ -10,6 +10,7 @@ from transcode.checkpoint import Checkpoint
 from transcode.errors import FormatError
 from transcode.header import BITS, TensorInfo, bytes_of
 from transcode.names import natural
+from transcode.producer import Configs, Fusion, Leaf, Role
 from transcode.recognise import Module
 from transcode.stacks import Options, Stack, dense_stacks, expert_stacks
 
@@ -27,6 +28,22 @@ class Kind(StrEnum):
     BIAS = "bias"
     SOURCE_GLOBAL = "source_global_scale"
     SOURCE_INPUT = "source_input_scale"
+    REWRITE = "rewrite"
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """What a rewritten tensor is made of: a role's part of every module.
+
+    leaf: how it is stored; None where the module is decoded.
+    groups: `[E][M]`; members are joined along their rows, groups follow each other.
+    fusion: how the groups are stacked; None for a module by itself.
+    """
+
+    role: Role
+    leaf: Leaf | None
+    groups: tuple[tuple[Module, ...], ...]
+    fusion: Fusion | None = None
 
 
 @dataclass(frozen=True)
@@ -40,6 +57,7 @@ class Output:
     source: TensorInfo | None = None
     stack: Stack | None = None
     member: int | None = None
+    recipe: Recipe | None = None
 
     @property
     def nbytes(self) -> int:
@@ -62,12 +80,18 @@ class OutputShard:
 
 @dataclass(frozen=True)
 class Plan:
-    """Everything that `convert` will write."""
+    """Everything that `convert` will write.
+
+    configs: what a rewritten checkpoint's configs say; None for a kernel's layout.
+    notes: what a user should know, as far as headers tell.
+    """
 
     options: Options
     modules: Mapping[str, Module]
     stacks: tuple[Stack, ...]
     shards: tuple[OutputShard, ...]
+    configs: Configs | None = None
+    notes: tuple[str, ...] = ()
 
     def outputs(self) -> Iterator[Output]:
         """All tensors of the destination."""
@@ -85,32 +109,34 @@ def make(checkpoint: Checkpoint, modules: Mapping[str, Module], options: Options
         *expert_stacks(checkpoint, modules, options),
         *dense_stacks(checkpoint, modules, options),
     )
-    if twice := _repeated(stack.name for stack in stacks):
+    if twice := repeated(stack.name for stack in stacks):
         raise FormatError(f"{twice}: a linear has the name of packed experts")
-    packed = {info.name for s in stacks for g in s.groups for m in g for info in _consumed(m)}
+    packed = {t.stored_name for s in stacks for g in s.groups for m in g for t in consumed(m)}
     outputs = [output for stack in stacks for output in _outputs(stack, options)]
     copies = [
         Output(name, info.dtype, info.shape, Kind.COPY, source=info)
         for name, info in checkpoint.tensors.items()
         if name not in packed
     ]
-    if twice := _repeated(output.name for output in (*outputs, *copies)):
-        raise FormatError(f"{twice} would be written twice: the source has it already")
+    once(outputs, copies)
     fused = [o for o in outputs if o.stack and o.stack.fused]
     plain = [o for o in outputs if o.stack and not o.stack.fused] + copies
     shards = (
-        *_shards("model", plain, options.shard_size),
-        *_shards("experts", fused, options.shard_size),
+        *cut("model", plain, options.shard_size),
+        *cut("experts", fused, options.shard_size),
     )
     return Plan(options, modules, stacks, shards)
 
 
-def _consumed(module: Module) -> Iterator[TensorInfo]:
-    """The tensors of a packed module that become something else."""
-    f = module.written
-    for leaf in (f.codes, f.scales, f.global_scale, f.input_scale, "bias"):
-        if leaf in module.leaves:
-            yield module.leaf(leaf)
+def consumed(module: Module) -> Iterator[TensorInfo]:
+    """The tensors of a quantised module that become something else."""
+    yield from module.parts.values()
+
+
+def once(*outputs: Iterable[Output]) -> None:
+    """Raise FormatError if a tensor would be written twice."""
+    if twice := repeated(output.name for some in outputs for output in some):
+        raise FormatError(f"{twice} would be written twice: the source has it already")
 
 
 def _outputs(stack: Stack, options: Options) -> Iterator[Output]:
@@ -152,7 +178,7 @@ def _outputs(stack: Stack, options: Options) -> Iterator[Output]:
 
 def has_input_scale(module: Module) -> bool:
     """Whether the source gives the activations' scale."""
-    return module.format is not None and module.format.input_scale in module.leaves
+    return Role.INPUT in module.parts
 
 
 def _all_or_none(modules: Sequence[Module], leaf: str) -> bool:
@@ -163,7 +189,7 @@ def _all_or_none(modules: Sequence[Module], leaf: str) -> bool:
     return bool(having)
 
 
-def _repeated(names: Iterable[str]) -> str:
+def repeated(names: Iterable[str]) -> str:
     """The first name that stands there twice, or ""."""
     seen: set[str] = set()
     for name in names:
@@ -173,20 +199,20 @@ def _repeated(names: Iterable[str]) -> str:
     return ""
 
 
-def _shards(stem: str, outputs: Sequence[Output], limit: int) -> list[OutputShard]:
+def cut(stem: str, outputs: Sequence[Output], limit: int) -> list[OutputShard]:
     """Cut in the order of names; in a file, by falling element size, so that all are aligned."""
-    cut = list[list[Output]]()
+    files = list[list[Output]]()
     room = 0
     for output in sorted(outputs, key=lambda o: natural(o.name)):
-        if not cut or output.nbytes > room:
-            cut.append([])
+        if not files or output.nbytes > room:
+            files.append([])
             room = limit
-        cut[-1].append(output)
+        files[-1].append(output)
         room -= output.nbytes
     return [
         OutputShard(
-            f"{stem}-{i:05}-of-{len(cut):05}.safetensors",
+            f"{stem}-{i:05}-of-{len(files):05}.safetensors",
             tuple(sorted(part, key=lambda o: -BITS[o.dtype])),
         )
-        for i, part in enumerate(cut, 1)
+        for i, part in enumerate(files, 1)
     ]

@@ -58,6 +58,60 @@ class QuantTensor:
         return value * scale.repeat_interleave(16, -1)
 
 
+def decode(
+    encoding: Encoding,
+    codes: Tensor,
+    scales: Tensor,
+    factor: Tensor | None,
+    block: tuple[int, int] | None,
+) -> Tensor:
+    """`[N, K]` float32 of any quantised encoding but INT4.
+
+    codes: `[N, K/2]` uint8 or int8 (E2M1), or `[N, K]` float8_e4m3fn.  scales: in their
+    logical shape (producer.Leaf), E8M0 as uint8 or float8_e8m0fnu.  factor: NVFP4's, `[]`; where
+    it is 0 the matrix is zero, and NaN scales over codes of zero are zero too.  block: the tile.
+    """
+    if codes.dtype is torch.float8_e4m3fn:
+        value = codes.float()
+    else:
+        nibbles = unpack_nibbles(codes.view(torch.uint8))
+        sign = torch.where(nibbles < 8, 1.0, -1.0)
+        value = torch.tensor(E2M1)[(nibbles & 7).int()] * sign
+    scale = powers(scales) if scales.dtype in (torch.uint8, torch.float8_e8m0fnu) else scales
+    scale = scale.float()
+    if factor is not None:
+        scale = torch.zeros_like(scale) if factor == 0 else scale * factor
+    n, k = value.shape
+    rows, columns = {
+        Encoding.FP8_TENSOR: (n, k),
+        Encoding.FP8_CHANNEL: (1, k),
+        Encoding.FP8_BLOCK: block or (n, k),
+        Encoding.NVFP4: (1, 16),
+    }.get(encoding, (1, 32))
+    spread = scale.reshape(-(-n // rows), -(-k // columns))
+    spread = spread.repeat_interleave(rows, 0)[:n].repeat_interleave(columns, 1)[:, :k]
+    zero = (value == 0) & spread.isnan() if factor is not None else None
+    product = value * spread
+    return product if zero is None else torch.where(zero, 0.0, product)
+
+
+def powers(exponents: Tensor) -> Tensor:
+    """E8M0 (uint8 or float8_e8m0fnu) to float32, `2^(byte - 127)`, exact; 255 is NaN."""
+    byte = exponents.view(torch.uint8)
+    value = torch.pow(2.0, byte.double() - 127).float()
+    return torch.where(byte == 255, float("nan"), value)
+
+
+def exponents(value: Tensor) -> Tensor:
+    """Floats that are powers of two from 2^-127 to 2^127 to E8M0, uint8; ValueError for others."""
+    byte = torch.log2(value.double()).round() + 127
+    fits = (byte >= 0) & (byte <= 254)
+    stored = torch.where(fits, byte, 0).to(torch.uint8)
+    if not torch.equal(powers(stored).double(), value.double()):
+        raise ValueError("not all are powers of two")
+    return stored
+
+
 def unpack_nibbles(codes: Tensor) -> Tensor:
     """`[..., K/2]` uint8, the even column in the low nibble, to `[..., K]`, one code a byte."""
     return torch.stack((codes & 0xF, codes >> 4), -1).flatten(-2)

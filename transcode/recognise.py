@@ -8,16 +8,18 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any
 
-from transcode.catalog import formats
+from transcode.catalog import producer, producers
 from transcode.checkpoint import Checkpoint
 from transcode.errors import FormatError
-from transcode.header import TensorInfo
+from transcode.fused import expand
+from transcode.header import BITS, TensorInfo
 from transcode.names import address
+from transcode.producer import Format, Producer, Role
 from transcode.quant import Encoding
-from transcode.spec import Format
+from transcode.sniff import sniff, tile_of
 
 SCALES = ("weight_scale", "weight_scale_2", "weight_global_scale", "weight_scale_inv")
 """Leaves that make no sense without a weight."""
@@ -32,9 +34,13 @@ REFUSED = {
 }
 """Leaves that change what the weight means, and why no target here can say so."""
 
+CODES = ("weight_packed", "weight", "blocks")
+BLOCK_SCALES = ("weight_scale", "weight_scale_inv", "scale", "scales")
+
 LEAVES = {
-    *("weight", "weight_packed", "weight_shape", "scale", "input_scale", "input_global_scale"),
-    *("bias", *SCALES, *REFUSED),
+    *(*CODES, *BLOCK_SCALES, *SCALES, *REFUSED, "bias", "weight_shape", "activation_scale"),
+    *("input_scale", "input_global_scale", "input_scale_2"),
+    *("source_global_scale", "source_input_scale"),
 }
 
 INSTEAD = {
@@ -52,8 +58,6 @@ INSTEAD = {
         "start from the unquantised checkpoint",
     ),
     "torchao": "start from the unquantised checkpoint",
-    "quark": "AMD Quark is not read yet",
-    "mxfp4": "gpt-oss MXFP4 is not read yet",
 }
 """Methods that are not read here, and what to do instead."""
 
@@ -71,13 +75,20 @@ class Problem:
 
 @dataclass(frozen=True)
 class Module:
-    """A weight with what belongs to it. `shape` is the logical `(N, K)`, () if it is no matrix."""
+    """A weight with what belongs to it. `shape` is the logical `(N, K)`, () if it is no matrix.
+
+    leaves: all its tensors as stored, by leaf name.
+    parts: those that make up the weight, in their logical shapes (producer.Leaf).
+    block: rows and columns of a tile where the encoding is FP8_BLOCK.
+    """
 
     name: str
     encoding: Encoding
     shape: tuple[int, ...]
     leaves: Mapping[str, TensorInfo]
     format: Format | None
+    parts: Mapping[Role, TensorInfo] = field(default_factory=dict)
+    block: tuple[int, int] | None = None
 
     def leaf(self, name: str) -> TensorInfo:
         """The tensor of this leaf."""
@@ -85,24 +96,24 @@ class Module:
 
     @property
     def written(self) -> Format:
-        """The format of a module that can be packed."""
+        """The format of a quantised module."""
         assert self.format is not None, f"{self.name} is {self.encoding}"
         return self.format
 
     @property
     def codes(self) -> TensorInfo:
-        """The codes of a module that can be packed."""
-        return self.leaves[self.written.codes]
+        """The codes of a quantised module."""
+        return self.parts[Role.CODES]
 
     @property
     def scales(self) -> TensorInfo:
-        """The block scales of a module that can be packed."""
-        return self.leaves[self.written.scales]
+        """The block scales of a quantised module."""
+        return self.parts[Role.SCALES]
 
     @property
     def global_scale(self) -> TensorInfo:
-        """The global scale, as stored, of a module that can be packed."""
-        return self.leaves[self.written.global_scale]
+        """The global scale, as stored, of an NVFP4 module."""
+        return self.parts[Role.GLOBAL]
 
 
 @dataclass(frozen=True)
@@ -121,9 +132,14 @@ class Recognised:
 
 def recognise(checkpoint: Checkpoint) -> Recognised:
     """Every module of the checkpoint and every contradiction among its tensors."""
+    config = quantization(checkpoint)[0]
+    stored = checkpoint.tensors
+    names = stacked_names(config)
+    model_type = str(checkpoint.text_config.get("model_type"))
+    tensors, wrong = expand(stored, producers(), model_type, names)
+    problems = [Problem(where, message) for where, message in wrong.items()]
     parts: dict[str, dict[str, TensorInfo]] = {}
-    problems = list[Problem]()
-    for name, info in checkpoint.tensors.items():
+    for name, info in tensors.items():
         module, _, leaf = name.rpartition(".")
         if leaf in LEAVES and module:
             parts.setdefault(module, {})[leaf] = info
@@ -134,7 +150,7 @@ def recognise(checkpoint: Checkpoint) -> Recognised:
     modules = dict[str, Module]()
     for name, leaves in parts.items():
         try:
-            module_ = _module(name, leaves)
+            module_ = _module(name, leaves, config, model_type)
         except FormatError as error:
             problems.append(Problem(name, str(error)))
         else:
@@ -142,6 +158,22 @@ def recognise(checkpoint: Checkpoint) -> Recognised:
                 modules[name] = module_
     problems += _twins(modules)
     return Recognised(modules, tuple(problems))
+
+
+def stacked_names(config: Mapping[str, Any]) -> dict[str, tuple[str, ...]]:
+    """The projections' leaves by container, which our canonical form keeps in its config."""
+    names = config.get("experts")
+    if config.get("quant_method") != "transcode" or not isinstance(names, dict):
+        return {}
+    return {
+        container: tuple(leaves)
+        for container, leaves in names.items()
+        if isinstance(leaves, list) and len(leaves) in (2, 3) and set(map(type, leaves)) == {str}
+    }
+
+
+def _claims(producer: Producer, config: Mapping[str, Any], model_type: str) -> bool:
+    return producer.claims(config) and model_type in (producer.model_types or (model_type,))
 
 
 def _twins(modules: Mapping[str, Module]) -> Iterator[Problem]:
@@ -158,16 +190,18 @@ def _twins(modules: Mapping[str, Module]) -> Iterator[Problem]:
 
 def _fused(info: TensorInfo) -> str:
     if info.name.endswith("_blocks") and info.dtype == "U8":
-        return "fused MXFP4 experts (gpt-oss) are not read yet"
+        return "MXFP4 blocks without what belongs to them"
     if len(info.shape) == 3 and info.dtype in ("U8", "I8", "F8_E4M3"):
-        return "fused quantised experts are not read yet"
+        return "stacked quantised experts of a kind that is not known here"
     return ""
 
 
-def _module(name: str, leaves: dict[str, TensorInfo]) -> Module | None:
+def _module(
+    name: str, leaves: dict[str, TensorInfo], config: Mapping[str, Any], model_type: str
+) -> Module | None:
     if "qweight" in leaves:
         raise FormatError(f"qweight: {REFUSED['qweight']} is not read here")
-    weight = leaves.get("weight_packed") or leaves.get("weight")
+    weight = next((leaves[leaf] for leaf in CODES if leaf in leaves), None)
     if weight is None:
         if orphans := [leaf for leaf in SCALES if leaf in leaves]:
             raise FormatError(f"{orphans[0]} without a weight")
@@ -175,91 +209,48 @@ def _module(name: str, leaves: dict[str, TensorInfo]) -> Module | None:
     if "weight_packed" in leaves and "weight" in leaves:
         raise FormatError("has both weight and weight_packed")
     if len(weight.shape) > 2 and weight.dtype in ("U8", "I8", "I32", "F8_E4M3"):
-        raise FormatError(f"{weight}: fused quantised experts are not read yet")
-    for format_ in formats():
-        if _written_by(format_, leaves):
-            if refused := [leaf for leaf in leaves if leaf in REFUSED]:
-                raise FormatError(f"{refused[0]} cannot be packed: {REFUSED[refused[0]]}")
-            return Module(name, *_nvfp4(format_, leaves), leaves, format_)
-    return Module(name, *_other(leaves, weight), leaves, None)
-
-
-def _written_by(format_: Format, leaves: Mapping[str, TensorInfo]) -> bool:
-    codes, scales = leaves.get(format_.codes), leaves.get(format_.scales)
-    if codes is None or codes.dtype != "U8":
-        return False
-    return format_.global_scale in leaves or (scales is not None and scales.dtype == "F8_E4M3")
-
-
-def _nvfp4(format_: Format, leaves: Mapping[str, TensorInfo]) -> tuple[Encoding, tuple[int, int]]:
-    for leaf in (format_.scales, format_.global_scale):
-        if leaf not in leaves:
-            raise FormatError(f"{leaf} is missing beside {format_.codes}")
-    codes, scales = leaves[format_.codes], leaves[format_.scales]
-    if len(codes.shape) != 2:
-        raise FormatError(f"{codes}: wanted a matrix [N, K/2]")
-    if not codes.nbytes:
-        raise FormatError(f"{codes}: has no elements")
-    if scales.dtype != "F8_E4M3":
-        raise FormatError(f"{scales}: wanted F8_E4M3")
-    n, k = codes.shape[0], codes.shape[1] * 2
-    for leaf in (format_.global_scale, format_.input_scale):
-        if leaf in leaves and (leaves[leaf].dtype != "F32" or leaves[leaf].nbytes != 4):
-            raise FormatError(f"{leaves[leaf]}: wanted one F32")
-    if scales.shape == (n, k // 16) and k % 16 == 0:
-        return Encoding.NVFP4, (n, k)
-    if scales.shape == (n, k // 32) and k % 32 == 0:
-        return Encoding.NVFP4_32, (n, k)
-    raise FormatError(
-        f"{format_.scales} is {list(scales.shape)}, wanted {[n, k // 16]} "
-        f"(K = {k}, one scale per 16)"
-    )
-
-
-def _other(
-    leaves: Mapping[str, TensorInfo], weight: TensorInfo
-) -> tuple[Encoding, tuple[int, ...]]:
-    """The encoding of a module that is not packed here: carried byte for byte."""
-    scale = next(
-        (leaves[s] for s in ("weight_scale", "weight_scale_inv", "scale") if s in leaves), None
-    )
+        raise FormatError(f"{weight}: stacked quantised experts of a kind that is not known here")
     quantised = weight.dtype in ("U8", "I8", "I32", "F8_E4M3")
     if not quantised:
         if any(leaf in leaves for leaf in SCALES):
-            raise FormatError(f"{weight} is not quantised, but has a {scale or 'second scale'}")
-        return Encoding.UNQUANTISED, weight.shape
-    if scale is None:
-        raise FormatError(f"{weight} has no scale")
-    if weight.dtype == "I32" and "weight_shape" in leaves:
-        return Encoding.INT4, ()  # K is in the data of weight_shape
-    if len(weight.shape) != 2:
-        raise FormatError(f"{weight}: wanted a matrix")
-    n, k = weight.shape
-    if weight.dtype in ("U8", "I8") and scale.dtype in ("U8", "F8_E8M0"):
-        return Encoding.MXFP4, _blocks_of_32(scale, n, 2 * k)
-    if weight.dtype != "F8_E4M3":
-        raise FormatError(f"{weight} with {scale}: no encoding known here")
-    if scale.dtype == "U8":
-        return Encoding.MXFP8, _blocks_of_32(scale, n, k)
-    if scale.shape in ((), (1,)):
-        return Encoding.FP8_TENSOR, (n, k)
-    if scale.shape in ((n,), (n, 1)) and n > 1:
-        return Encoding.FP8_CHANNEL, (n, k)
-    blocks = scale.shape[::2] if scale.shape[1::2] == (1, 1) else scale.shape
-    if len(blocks) != 2 or not (_cut(n, blocks[0]) and _cut(k, blocks[1])):
-        raise FormatError(f"{scale}: wanted one for each block of {[n, k]}")
-    return Encoding.FP8_BLOCK, (n, k)
+            scale = next((leaves[s] for s in BLOCK_SCALES if s in leaves), "second scale")
+            raise FormatError(f"{weight} is not quantised, but has a {scale}")
+        return Module(name, Encoding.UNQUANTISED, weight.shape, leaves, None)
+    found = sniff(leaves, tile_of(config))
+    if Role.GLOBAL in found.parts and (refused := [leaf for leaf in leaves if leaf in REFUSED]):
+        raise FormatError(f"{refused[0]} cannot be carried: {REFUSED[refused[0]]}")
+    format_ = _format(found.encoding, leaves, config, model_type)
+    parts = dict(found.parts)
+    for role in (Role.INPUT, Role.SOURCE_GLOBAL, Role.SOURCE_INPUT):
+        if format_ and (info := leaves.get(format_.leaf(role))):
+            if info.nbytes * 8 != BITS[info.dtype]:
+                raise FormatError(f"{info}: wanted one {info.dtype}")
+            parts[role] = replace(info, shape=())
+    if "activation_scale" in leaves:
+        parts.setdefault(Role.INPUT, replace(leaves["activation_scale"], shape=()))
+    if "bias" in leaves:
+        parts[Role.BIAS] = leaves["bias"]
+    return Module(name, found.encoding, found.shape, leaves, format_, parts, found.block)
 
 
-def _cut(size: int, parts: int) -> bool:
-    """Whether an axis has so many blocks of equal size, the last one perhaps shorter."""
-    return parts == size or (parts > 0 and -(-size // -(-size // parts)) == parts)
-
-
-def _blocks_of_32(scale: TensorInfo, n: int, k: int) -> tuple[int, int]:
-    if k % 32 or scale.shape != (n, k // 32):
-        raise FormatError(f"{scale}: wanted {[n, k // 32]} (K = {k}, one scale per 32)")
-    return n, k
+def _format(
+    encoding: Encoding,
+    leaves: Mapping[str, TensorInfo],
+    config: Mapping[str, Any],
+    model_type: str,
+) -> Format | None:
+    """The format with these leaves: of the producer that the config names, else of the first."""
+    fitting = [
+        (_claims(producer, config, model_type), not producer.shared, format_)
+        for producer in producers()
+        if (format_ := producer.format(encoding))
+        and all(
+            leaf.name in leaves
+            for role, leaf in format_.leaves.items()
+            if role in (Role.CODES, Role.SCALES, Role.GLOBAL)
+        )
+    ]
+    return max(fitting, key=lambda f: f[:2])[2] if fitting else None
 
 
 def quantization(checkpoint: Checkpoint) -> tuple[dict[str, Any], str]:
@@ -273,16 +264,21 @@ def quantization(checkpoint: Checkpoint) -> tuple[dict[str, Any], str]:
     return next(((c, where) for c, where in places if isinstance(c, dict) and c), ({}, ""))
 
 
-def require_nvfp4(checkpoint: Checkpoint, recognised: Recognised) -> None:
-    """Raise FormatError, naming the method or what was found, unless NVFP4 modules are there."""
-    found = Counter(m.encoding for m in recognised.modules.values())
+def require_known(checkpoint: Checkpoint, recognised: Recognised) -> None:
+    """Raise FormatError for a method that is not read here, or for the first problem."""
+    nvfp4 = any(m.encoding is Encoding.NVFP4 for m in recognised.modules.values())
     method = str(quantization(checkpoint)[0].get("quant_method") or "").lower()
-    if method in INSTEAD and (
-        recognised.problems or not found[Encoding.NVFP4] or method == "quark"
-    ):
+    if method in INSTEAD and (recognised.problems or not nvfp4):
         first = f" ({recognised.problems[0].where})" if recognised.problems else ""
         raise FormatError(f"quant_method {method!r} is not read here{first}: {INSTEAD[method]}")
     recognised.require_sound()
+
+
+def require_nvfp4(checkpoint: Checkpoint, recognised: Recognised) -> None:
+    """Raise FormatError, naming the method or what was found, unless NVFP4 modules are there."""
+    require_known(checkpoint, recognised)
+    found = Counter(m.encoding for m in recognised.modules.values())
+    method = str(quantization(checkpoint)[0].get("quant_method") or "").lower()
     if found[Encoding.NVFP4]:
         return
     kinds = ", ".join(f"{count} {encoding}" for encoding, count in sorted(found.items()))
@@ -296,13 +292,14 @@ def require_nvfp4(checkpoint: Checkpoint, recognised: Recognised) -> None:
 def disagreements(checkpoint: Checkpoint, modules: Mapping[str, Module]) -> Iterator[str]:
     """Where the config says something else than the tensors; the tensors are believed."""
     config, where = quantization(checkpoint)
-    used = {m.format.name: m.format for m in modules.values() if m.format}
+    nvfp4 = [m for m in modules.values() if m.encoding in (Encoding.NVFP4, Encoding.NVFP4_32)]
+    used = {m.format.name: m.format for m in nvfp4 if m.format}
     if not config:
         if used:
             yield f"no quantization config, but the tensors are {', '.join(sorted(used))}"
         return
     for name, format_ in sorted(used.items()):
-        if not format_.claims(config):
+        if not producer(format_.producer).claims(config):
             method = config.get("quant_method")
             yield f"{where} says quant_method {method!r}, the tensors are {name}"
     algorithm = str(config.get("quant_algo") or "").upper()

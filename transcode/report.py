@@ -16,8 +16,8 @@ import torch
 
 from transcode import __version__
 from transcode.checkpoint import Checkpoint
-from transcode.destination import REPORT, write_json
-from transcode.files import read_json
+from transcode.destination import write_json
+from transcode.files import REPORT, read_json
 from transcode.job import Job
 from transcode.recognise import disagreements
 from transcode.settle import Settled, norm_share

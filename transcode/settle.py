@@ -104,7 +104,7 @@ def over_codes(module: Module, nan: Tensor, read: Reader) -> Tensor:
     """Which of the blocks `[N, K/16]` bool hold codes that are not zero: NaN is allowed over zeros
     only."""
     magnitudes = read.tensor(module.codes) & 0x77  # of both nibbles
-    return nan & magnitudes.reshape(*nan.shape, 8).any(-1)
+    return nan & magnitudes.reshape(*nan.shape, -1).any(-1)
 
 
 def settle(stack: Stack, unified: Unified, options: Options, read: Reader) -> Settled:

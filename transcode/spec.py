@@ -1,34 +1,13 @@
-"""What a format adapter and a kernel layout have to say about themselves."""
+"""What a kernel layout has to say about itself; formats: producer.py."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from torch import Tensor
 
 from transcode.quant import Encoding
-
-
-@dataclass(frozen=True)
-class Format:
-    """How a producer writes one encoding: the leaves of `<module>.` and the sense of its scalar.
-
-    codes, scales, global_scale, input_scale: leaf names.
-    factor: stored global scales (float32, any shape) to the factors that `QuantTensor` wants.
-    claims: whether a quantization config says that this producer wrote the checkpoint.
-    """
-
-    name: str
-    encoding: Encoding
-    codes: str
-    scales: str
-    global_scale: str
-    input_scale: str
-    factor: Callable[[Tensor], Tensor]
-    claims: Callable[[dict[str, Any]], bool]
-    title: str
 
 
 @dataclass(frozen=True)

@@ -7,13 +7,14 @@ share one lift (Marlin's factor) by default, all members of a group one global s
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import groupby
 
 from transcode.checkpoint import Checkpoint
 from transcode.errors import FormatError, LayoutError
 from transcode.names import address, family, natural
+from transcode.producer import Form
 from transcode.quant import Encoding
 from transcode.recognise import Module
 from transcode.spec import Layout, Padded
@@ -24,14 +25,21 @@ COUNTS = ("num_experts", "n_routed_experts", "num_local_experts", "moe_num_exper
 
 @dataclass(frozen=True)
 class Options:
-    """What the user asked for."""
+    """What the user asked for: a kernel's layout, or another form of the checkpoint."""
 
-    layout: Layout
+    kernel: Layout | None
     dtype: str
     unify: str = "fold"
     exact: bool = False
     tp: int = 1
     shard_size: int = 5_000_000_000
+    form: Form | None = None
+
+    @property
+    def layout(self) -> Layout:
+        """The kernel's layout that is packed for."""
+        assert self.kernel is not None
+        return self.kernel
 
 
 @dataclass(frozen=True)
@@ -115,11 +123,7 @@ def _complete(
     container: str, experts: Mapping[int, Mapping[str, Module]], checkpoint: Checkpoint
 ) -> None:
     """Every expert there, all with the same projections, encodings and shapes."""
-    config = checkpoint.text_config
-    wanted = next((config[key] for key in COUNTS if isinstance(config.get(key), int)), 0)
-    count = max(wanted, max(experts) + 1)
-    if holes := [e for e in range(min(count, len(experts) + 1)) if e not in experts]:
-        raise FormatError(f"{container}: expert {holes[0]} is missing; there are {len(experts)}")
+    all_there(container, experts, checkpoint)
     first = experts[0]
     if not {"up", "down"} <= set(first):
         raise FormatError(
@@ -149,8 +153,21 @@ def _complete(
         )
 
 
-def siblings(checkpoint: Checkpoint, modules: Mapping[str, Module]) -> Iterator[list[Module]]:
-    """The dense modules in the layout's encoding, those that a runtime joins together."""
+def all_there(container: str, experts: Collection[int], checkpoint: Checkpoint) -> None:
+    """Raise FormatError if an expert is missing, of those that the config counts."""
+    config = checkpoint.text_config
+    wanted = next((config[key] for key in COUNTS if isinstance(config.get(key), int)), 0)
+    count = max(wanted, max(experts) + 1)
+    if holes := [e for e in range(min(count, len(experts) + 1)) if e not in experts]:
+        raise FormatError(f"{container}: expert {holes[0]} is missing; there are {len(experts)}")
+
+
+def siblings(
+    checkpoint: Checkpoint,
+    modules: Mapping[str, Module],
+    wanted: Callable[[Module], bool] = packable,
+) -> Iterator[list[Module]]:
+    """The dense modules that are `wanted`, those that a runtime joins together."""
     joined = family(checkpoint.text_config.get("model_type")).joined
     place = {leaf: (row, i) for row, group in enumerate(joined) for i, leaf in enumerate(group)}
 
@@ -159,7 +176,7 @@ def siblings(checkpoint: Checkpoint, modules: Mapping[str, Module]) -> Iterator[
         row = place.get(where.leaf)
         return where.parent, where.leaf if row is None else f"+{row[0]}"
 
-    dense = [m for m in modules.values() if packable(m) and address(m.name).expert is None]
+    dense = [m for m in modules.values() if wanted(m) and address(m.name).expert is None]
     for _, group in groupby(sorted(dense, key=key), key=key):
         yield sorted(group, key=lambda m: place.get(address(m.name).leaf, (0, 0))[1])
 

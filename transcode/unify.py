@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -18,6 +18,7 @@ from transcode.errors import FormatError, LossError
 from transcode.fold import Pair, changes, folded, normed, refusal
 from transcode.names import address, down_of
 from transcode.plan import Plan, has_input_scale
+from transcode.producer import Role
 from transcode.recognise import Module
 
 
@@ -59,6 +60,7 @@ class Unified:
     multiplier: `g_i / g` for modules whose block scales must be rounded again, else absent.
     scaled: factors of tensors that are carried or permuted but take part in a fold.
     folds: down projections by name, and the factor that moved into them.
+    owner: the module of a group whose scalar all its members have.
     """
 
     scalars: Mapping[str, Scalars]
@@ -68,6 +70,7 @@ class Unified:
     folds: Mapping[str, float]
     decisions: tuple[Decision, ...]
     warnings: tuple[str, ...]
+    owner: Mapping[str, str] = field(default_factory=dict)
 
 
 def read_scalars(module: Module, read: Reader) -> Scalars:
@@ -77,7 +80,7 @@ def read_scalars(module: Module, read: Reader) -> Scalars:
     factor = module.written.factor(stored)
     if not torch.isfinite(factor) or factor < 0:
         raise FormatError(f"{info.name} is {stored.item():g}, a factor of {factor.item():g}")
-    given = module.leaves.get(module.written.input_scale)
+    given = module.parts.get(Role.INPUT)
     return Scalars(stored, factor.abs(), read.tensor(given).reshape(()) if given else None)
 
 
@@ -87,14 +90,21 @@ def unify(checkpoint: Checkpoint, plan: Plan, read: Reader) -> Unified:
     scalars = {m.name: read_scalars(m, read) for m in modules}
     g = {name: s.factor for name, s in scalars.items()}
     multiplier, scaled, folds = dict[str, float](), dict[str, float](), dict[str, float]()
-    decisions = list[Decision]()
+    decisions, owner = list[Decision](), dict[str, str]()
     inner_norms = normed(checkpoint)
+    keep = plan.options.unify == "keep"
     for stack in plan.stacks:
         for i, group in enumerate(stack.groups):
             live = [m for m in group if not scalars[m.name].zero]
             values = [float(scalars[m.name].factor) for m in live]
             if len(set(values)) < 2:
-                g |= {m.name: scalars[live[0].name].factor for m in group if live}
+                if live and not keep:
+                    g |= {m.name: scalars[live[0].name].factor for m in group}
+                    owner |= {m.name: live[0].name for m in group}
+                continue
+            ratio = max(values) / min(values)
+            if keep:
+                decisions.append(Decision(stack.name, i, "keep", ratio, "as asked"))
                 continue
             pair = _pair(plan, scalars, live)
             if plan.options.unify != "fold":
@@ -104,20 +114,22 @@ def unify(checkpoint: Checkpoint, plan: Plan, read: Reader) -> Unified:
             else:
                 why = refusal(checkpoint, inner_norms, read, pair, plan.options)
                 how = "rescale" if why else "fold"
-            decisions.append(Decision(stack.name, i, how, max(values) / min(values), why))
+            decisions.append(Decision(stack.name, i, how, ratio, why))
             if how == "fold" and pair and pair.down:
                 scaled |= {t.name: f for t, f in changes(pair.up, pair.down, pair.ratio)}
                 folds[pair.down.name] = pair.ratio
-                common = scalars[pair.gate.name].factor
+                first = pair.gate
             else:
-                common = max((scalars[m.name].factor for m in live), key=float)
-                others = [m for m in live if scalars[m.name].factor != common]
-                multiplier |= {m.name: float(g[m.name]) / float(common) for m in others}
-            g |= {m.name: common for m in group}
+                first = max(live, key=lambda m: float(scalars[m.name].factor))
+                common = float(scalars[first.name].factor)
+                others = [m for m in live if float(scalars[m.name].factor) != common]
+                multiplier |= {m.name: float(g[m.name]) / common for m in others}
+            g |= {m.name: scalars[first.name].factor for m in group}
+            owner |= {m.name: first.name for m in group}
     g |= {name: folded(g[name], ratio) for name, ratio in folds.items() if name in g}
     _allowed(plan, decisions)
-    warnings = tuple(_warnings(modules, scalars))
-    return Unified(scalars, g, multiplier, scaled, folds, tuple(decisions), warnings)
+    warnings = () if plan.options.form else tuple(_warnings(modules, scalars))
+    return Unified(scalars, g, multiplier, scaled, folds, tuple(decisions), warnings, owner)
 
 
 def _pair(plan: Plan, scalars: Mapping[str, Scalars], live: list[Module]) -> Pair | None:

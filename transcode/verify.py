@@ -16,20 +16,31 @@ import torch
 from safetensors import SafetensorError, safe_open
 from tqdm import tqdm
 
-from transcode.catalog import layout
+from transcode.catalog import layout, targets
 from transcode.checkpoint import Checkpoint, reader
-from transcode.config import METHOD, quantization_config, target_config
+from transcode.config import (
+    METHOD,
+    activation_dtype,
+    form_configs,
+    quantization_config,
+    target_config,
+)
 from transcode.convert import decide, indexes, metadata_of, plan_for
 from transcode.degrees import HIGHEST
-from transcode.destination import CHUNK, EXPERT_INDEX, MISLEADING, REPORT
+from transcode.destination import CHUNK, EXPERT_INDEX, MISLEADING
 from transcode.errors import CheckpointError, FormatError
-from transcode.files import INDEX, PLAN, read_json, resolved
+from transcode.files import INDEX, PLAN, REPORT, read_json, resolved
 from transcode.header import TensorInfo, read_header
 from transcode.job import Job
 from transcode.pack import padded_codes, pieces, raw_bytes
 from transcode.plan import Kind, Output, Plan
+from transcode.producer import Form
 from transcode.report import COMPLETE, report
+from transcode.rewrite_report import rewrite_report
+from transcode.rewritten import direct
 from transcode.stacks import Options
+
+UNIFY = ("fold", "rescale", "none", "keep")
 
 
 def verify(source: Path, target: Path, device: torch.device) -> Iterator[str]:
@@ -39,14 +50,17 @@ def verify(source: Path, target: Path, device: torch.device) -> Iterator[str]:
         raise CheckpointError(f"{target}: no such folder")
     written = read_json(root / "config.json").get("quantization_config")
     checkpoint = Checkpoint.open(source)
-    plan = plan_for(checkpoint, options_of(target, written))
+    told = written if isinstance(written, dict) else {}
+    packed = told.get("quant_method") == METHOD and told.get("layout") != "canonical"
+    options = options_of(target, written) if packed else form_options(checkpoint, target)
+    plan = plan_for(checkpoint, options)
     with reader() as read:
         job = decide(checkpoint, plan, read, device)
         found = dict[str, TensorInfo]()
         yield from _headers(root, plan, found)
         yield from _tensors(job, found)
         yield from _configs(checkpoint, job, root, found)
-        yield from _companions(checkpoint, root)
+        yield from _companions(checkpoint, job, root)
 
 
 def options_of(target: Path, written: Any) -> Options:
@@ -64,11 +78,26 @@ def options_of(target: Path, written: Any) -> Options:
         dtype = written["activation_dtype"]
     except (KeyError, TypeError) as error:
         raise FormatError(f"{target}: its config is not this program's: {error!r}") from None
-    if dtype not in ("bfloat16", "float16") or unify not in ("fold", "rescale", "none"):
+    if dtype not in ("bfloat16", "float16") or unify not in UNIFY:
         raise FormatError(f"{target}: activation_dtype {dtype!r}, unify {unify!r}: unknown options")
     if type(tp) is not int or not 1 <= tp <= HIGHEST or type(exact) is not bool:
         raise FormatError(f"{target}: tp {tp!r}, exact {exact!r}: unknown options")
     return Options(made, dtype, unify, exact, tp)
+
+
+def form_options(checkpoint: Checkpoint, target: Path) -> Options:
+    """The options of a rewriting, as its Report states them."""
+    done = read_json(target / REPORT) if (target / REPORT).is_file() else {}
+    told = done.get("options")
+    name = done.get("format")
+    if name not in targets() or not isinstance(told, dict):
+        raise FormatError(f"{target}: no Report of this program: not made by it, or by another one")
+    keys = ("fused", "drop_kv_scales", "fill_input_scale", "exact")
+    if any(type(told.get(key)) is not bool for key in keys) or told.get("unify") not in UNIFY:
+        raise FormatError(f"{target}: {REPORT}: unknown options")
+    fused, drop_kv, fill_input, exact = (bool(told[key]) for key in keys)
+    form = Form(*targets()[name], fused, drop_kv, fill_input)
+    return Options(None, activation_dtype(checkpoint), told["unify"], exact, form=form)
 
 
 def _headers(root: Path, plan: Plan, found: dict[str, TensorInfo]) -> Iterator[str]:
@@ -127,8 +156,9 @@ def _codes(output: Output, info: TensorInfo, job: Job) -> Iterator[str]:
 def _bytes(output: Output, info: TensorInfo, job: Job) -> Iterator[str]:
     """Compare with what would be written now, piece by piece."""
     wrong = at = 0
-    if output.source is not None and output.name not in job.unified.scaled:
-        for ours, theirs in zip(info.chunks(CHUNK), output.source.chunks(CHUNK), strict=True):
+    source = direct(output, job)
+    if source is not None:
+        for ours, theirs in zip(info.chunks(CHUNK), source.chunks(CHUNK), strict=True):
             wrong += int((job.read.tensor(ours) != job.read.tensor(theirs)).sum())
     else:
         for piece in map(raw_bytes, pieces(output, job)):
@@ -141,6 +171,9 @@ def _bytes(output: Output, info: TensorInfo, job: Job) -> Iterator[str]:
 def _configs(
     checkpoint: Checkpoint, job: Job, root: Path, found: Mapping[str, TensorInfo]
 ) -> Iterator[str]:
+    if job.plan.configs:
+        yield from _form_configs(checkpoint, job, root, found)
+        return
     quantization = quantization_config(checkpoint, job)
     wanted = target_config(checkpoint, quantization)
     written = read_json(root / "config.json")
@@ -151,6 +184,28 @@ def _configs(
     for name, entries in indexes(job.plan).items():
         yield from _index(root, name, entries, found)
     yield from _report(checkpoint, job, quantization, root)
+
+
+def _form_configs(
+    checkpoint: Checkpoint, job: Job, root: Path, found: Mapping[str, TensorInfo]
+) -> Iterator[str]:
+    """Configs, index and Report of a rewriting."""
+    assert job.plan.configs is not None
+    for name, wanted in form_configs(checkpoint, job.plan.configs).items():
+        written = _read(root / name)
+        if isinstance(written, str):
+            yield written
+        else:
+            yield from _entries(name, written, wanted)
+    for name, entries in indexes(job.plan).items():
+        yield from _index(root, name, entries, found)
+    done = _read(root / REPORT)
+    if isinstance(done, str):
+        yield done
+        return
+    wanted = rewrite_report(checkpoint, job, [])
+    for key in sorted(set(wanted) - {"versions", "options", "companions", "left_out"}):
+        yield from _entries(REPORT, {key: done.get(key)}, {key: wanted[key]})
 
 
 def _report(
@@ -204,7 +259,7 @@ def _index(
         yield f"{name}: metadata is {metadata}, wanted {wanted['metadata']}"
 
 
-def _companions(checkpoint: Checkpoint, root: Path) -> Iterator[str]:
+def _companions(checkpoint: Checkpoint, job: Job, root: Path) -> Iterator[str]:
     """The source's other files, and nothing else beside the shards."""
     carried = [name for name in checkpoint.companions if name not in MISLEADING]
     for name in carried:
@@ -212,7 +267,9 @@ def _companions(checkpoint: Checkpoint, root: Path) -> Iterator[str]:
             yield f"{name}: missing"
         elif (root / name).read_bytes() != (checkpoint.path / name).read_bytes():
             yield f"{name}: differs from the source's"
-    known = {*carried, "config.json", INDEX, EXPERT_INDEX, REPORT, PLAN}
+    configs = job.plan.configs
+    written = form_configs(checkpoint, configs) if configs else {"config.json", EXPERT_INDEX}
+    known = {*carried, *written, INDEX, REPORT, PLAN}
     for path in sorted(p for p in root.rglob("*") if not p.is_dir() or p.is_symlink()):
         name = path.relative_to(root).as_posix()
         if name not in known and not (path.parent == root and path.suffix == ".safetensors"):

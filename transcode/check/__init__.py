@@ -1,12 +1,14 @@
 """Whether a checkpoint loads, where, and what would be served silently wrong.
 
 Headers, configs, scalars and block scales are read; codes only under a scale that is zero or NaN.
-Nothing is claimed of encodings that are only not read here.
+Values are judged of NVFP4 only; of other encodings, names, shapes, lists and configs are.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from transcode import catalog
@@ -27,10 +29,14 @@ from transcode.errors import CheckpointError, FormatError, LayoutError
 from transcode.files import INDEX, read_json, weight_map
 from transcode.names import address, natural
 from transcode.plan import Plan
-from transcode.recognise import Module, recognise
+from transcode.producer import Role
+from transcode.quant import Encoding
+from transcode.recognise import Module, Recognised, recognise
 from transcode.stacks import packable
 
 __all__ = ["LEVELS", "Finding", "examine", "verdict"]
+
+MARLIN = "marlin-nvfp4"
 
 
 def examine(src: Path, runtime: str | None) -> list[Finding]:
@@ -54,11 +60,13 @@ def verdict(findings: Sequence[Finding], runtime: str | None) -> str:
     judged, levels = runtime or "vllm and sglang", {f.level for f in findings}
     if any(f.code == "packed" for f in findings):
         return "no runtime loads it yet"
+    if any(f.code == "canonical" for f in findings):
+        return "no runtime loads it: convert it"
     if "FAILS" in levels:
         return "does not load everywhere, see FAILS"
     if "WRONG" in levels:
         return f"loads in {judged}, but is served wrong"
-    if any(f.code == "not-read-yet" for f in findings):
+    if any(f.code in ("not-read", "not-judged") for f in findings):
         return "nothing found, but not all of its encodings are judged yet"
     return f"nothing found that keeps {judged} from loading it"
 
@@ -75,6 +83,9 @@ def _is_checkpoint(src: Path) -> None:
 def _judge(checkpoint: Checkpoint) -> Iterator[Finding]:
     yield from _ghosts(checkpoint)
     declared = Declared.of(checkpoint)
+    if catalog.producer("canonical").claims(declared.raw):
+        yield from _canonical(checkpoint, declared)
+        return
     if declared.raw.get("quant_method") == METHOD:
         yield Finding(
             "NOTE", "packed", declared.where,
@@ -83,6 +94,42 @@ def _judge(checkpoint: Checkpoint) -> Iterator[Finding]:
         )  # fmt: skip
         return
     recognised = recognise(checkpoint)
+    for finding in _foreign(checkpoint, declared, recognised):
+        yield _placed(finding, recognised.modules)
+
+
+def _placed(finding: Finding, modules: Mapping[str, Module]) -> Finding:
+    """With the stored tensor's name, where an expert's module is a part of stacked ones."""
+    module = modules.get(finding.where)
+    stored = module.parts[Role.CODES].part_of if module and Role.CODES in module.parts else ""
+    return replace(finding, message=f"{finding.message}; stored in {stored}") if stored else finding
+
+
+def _canonical(checkpoint: Checkpoint, declared: Declared) -> Iterator[Finding]:
+    """Our own form: sound or not, and what to do with it."""
+    recognised = recognise(checkpoint)
+    yield from _index(checkpoint)
+    yield from _left_out(checkpoint)
+    if problems := recognised.problems:
+        more = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
+        yield Finding(
+            "FAILS", "unsound", problems[0].where,
+            f"{problems[0].message}{more}: transcode convert refuses it", (),
+        )  # fmt: skip
+    counts = Counter(m.encoding for m in recognised.modules.values())
+    counts.pop(Encoding.UNQUANTISED, None)
+    kinds = ", ".join(f"{count} {encoding}" for encoding, count in sorted(counts.items()))
+    yield Finding(
+        "NOTE", "canonical", declared.where,
+        f"transcode's canonical form ({kinds or 'nothing quantised'}): no runtime loads it; "
+        "transcode convert writes it in a form that one loads (see transcode formats)",
+    )  # fmt: skip
+
+
+def _foreign(
+    checkpoint: Checkpoint, declared: Declared, recognised: Recognised
+) -> Iterator[Finding]:
+    """All findings of a checkpoint that this program did not write."""
     yield from _index(checkpoint)
     yield from _left_out(checkpoint)
     yield from of_modules(checkpoint, declared, recognised)
@@ -106,8 +153,9 @@ def _judge(checkpoint: Checkpoint) -> Iterator[Finding]:
         )  # fmt: skip
     elif packed and not recognised.problems:
         yield Finding(
-            "NOTE", "not-packable", checkpoint.path.name, f"transcode convert refuses it: {refusal}"
-        )
+            "NOTE", "not-packable", checkpoint.path.name,
+            f"transcode convert --to {MARLIN} refuses it: {refusal}",
+        )  # fmt: skip
 
 
 def _down_bias(packed: Mapping[str, Module]) -> Iterator[Finding]:
@@ -124,8 +172,8 @@ def _down_bias(packed: Mapping[str, Module]) -> Iterator[Finding]:
 
 
 def _plan(checkpoint: Checkpoint) -> tuple[Plan | None, str]:
-    """What `convert` would do, or why it would not."""
-    layout = catalog.layout("marlin-nvfp4")
+    """What `convert` would pack for Marlin, or why it would not."""
+    layout = catalog.layout(MARLIN)
     try:
         return plan_for(checkpoint, Ask(layout).options(checkpoint)), ""
     except (CheckpointError, FormatError, LayoutError) as error:

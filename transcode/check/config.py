@@ -66,7 +66,8 @@ def _dialects(
             yield from disagreements(checkpoint, modules)
         return
     own = "modelopt-" if declared.modelopt else "compressed-tensors-"
-    for name in sorted({m.format.name for m in modules.values() if m.format}):
+    judged = (m for m in modules.values() if m.encoding is Encoding.NVFP4)
+    for name in sorted({m.format.name for m in judged if m.format}):
         if not name.startswith(own):
             yield f"{declared.where} says {declared.method}, the tensors are {name}"
 

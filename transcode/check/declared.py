@@ -83,6 +83,8 @@ class Declared:
             ignore = raw.get("ignore", raw.get("exclude_modules"))
         scheme = raw.get("kv_cache_scheme") or inner.get("kv_cache_quant_algo")
         scheme = scheme or raw.get("kv_cache_quant_algo")
+        if not scheme and raw.get("kv_cache_quant_config"):
+            scheme = "FP8"  # Quark's
         if isinstance(scheme, dict):
             scheme = "FP8" if scheme.get("num_bits") == 8 else f"{scheme.get('num_bits')} bit"
         return Declared(

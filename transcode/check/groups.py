@@ -27,6 +27,13 @@ CLOSE = 1e-5
 """Differences that vLLM's torch.allclose passes over, far below a step of E2M1."""
 
 
+REMEDY = {
+    True: "--to a form with --fill-input-scale takes the largest of the layer's experts",
+    False: "--to compressed-tensors-nvfp4a16 says 16 bit activations",
+}
+"""What `convert` can do about missing input scales, of experts or not."""
+
+
 def of_groups(
     checkpoint: Checkpoint,
     declared: Declared,
@@ -76,12 +83,16 @@ def _difference(
     would: str,
 ) -> Finding:
     experts, roles, format_ = kind
-    modelopt = format_.startswith("modelopt")
+    modelopt = format_.startswith(("modelopt", "deepseek-v4"))
     where = worst[0].name.rpartition(".")[0]
     told = f"global scales of {roles} differ in {count} of {total} groups, worst {ratio:.7g}-fold"
     if ratio - 1 <= CLOSE:
         text = f"{told}, which nobody will notice; {would}"
         return Finding("NOTE", "group-scales-close", where, text)
+    if not modelopt and not format_.startswith("compressed"):
+        text = "a runtime that joins them has one scale for all"
+        return Finding("WRONG", f"{'expert' if experts else 'group'}-scales", where,
+                       f"{told}: {text}; {would}")  # fmt: skip
     if not experts:
         which = "largest" if modelopt else "smallest (the largest divisor)"
         text = f"vLLM, with any backend, and SGLang take the {which} for all, behind one warning"
@@ -101,7 +112,7 @@ def _difference(
 def _hows(
     checkpoint: Checkpoint, values: Values, plan: Plan | None, read: Reader
 ) -> dict[str, str]:
-    """What `convert --unify fold` would do, by the name of a group's first module."""
+    """What `convert --unify fold`, to a layout or a form, would do, by a group's first module."""
     if plan is None or values.invalid:
         return {}
     try:
@@ -116,7 +127,7 @@ def _would(found: Sequence[tuple[float, Group]], hows: Mapping[str, str]) -> str
     done = [hows[group[0].name] for _, group in found if group[0].name in hows]
     folded, rescaled = done.count("fold"), done.count("rescale")
     if not done:
-        return "transcode convert --unify makes them one"
+        return "transcode convert --unify fold (or rescale) makes them one"
     parts = [f"fold {folded} exactly"] if folded else []
     parts += [f"round the block scales of {many(rescaled, 'group')} again"] if rescaled else []
     return f"transcode convert --unify fold would {' and '.join(parts)}"
@@ -149,7 +160,8 @@ def _inputs(declared: Declared, values: Values) -> Iterator[Finding]:
             "WRONG", "input-scale-invalid", wrong[0],
             f"its input scale is {float(scalar):g}; {many(len(wrong), 'input scale')} not finite "
             "and > 0: inverted, they make NaN wherever activations are FP4 (Marlin and Humming "
-            "use none); transcode convert does not need them",
+            "use none); transcode convert --to marlin-nvfp4 does not need them, --to a form takes "
+            "the largest of the layer's experts with --fill-input-scale",
         )  # fmt: skip
     if unwanted:
         yield Finding(
@@ -168,7 +180,7 @@ def _missing_input(names: Sequence[str], experts: bool, modelopt: bool) -> Itera
     yield Finding(
         "WRONG", "input-scale-missing", names[0],
         f"{text}: what is not loaded stays uninitialised{thread}; Marlin and Humming use none, nor "
-        "does transcode convert",
+        f"does transcode convert --to marlin-nvfp4; {REMEDY[experts]}",
         ("vllm",) if lax else ("vllm", "sglang"),
     )  # fmt: skip
     if lax:

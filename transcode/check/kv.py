@@ -7,7 +7,6 @@ from FP8 and Quark only.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
 from math import isfinite
 
@@ -15,15 +14,7 @@ from transcode.check.declared import Declared
 from transcode.check.findings import Finding, many
 from transcode.checkpoint import Checkpoint, Reader
 from transcode.header import TensorInfo
-
-SPELLINGS = {
-    "k_proj.k_scale": re.compile(r"(.+)\.[kv]_proj\.([kv])_scale"),
-    "attn.k_scale": re.compile(r"(.+)\.attn\.([kv])_scale"),
-    "k_proj.output_scale": re.compile(r"(.+)\.([kv])_proj\.output_scale"),
-    "k_scale": re.compile(r"(.+)\.([kv])_scale"),
-    "kv_scale": re.compile(r"(.+)\.(kv)_scale"),
-}
-"""How a scale's name goes on after its attention module's, the first that fits."""
+from transcode.kv import spelled
 
 
 def of_kv(checkpoint: Checkpoint, declared: Declared, read: Reader) -> Iterator[Finding]:
@@ -31,7 +22,7 @@ def of_kv(checkpoint: Checkpoint, declared: Declared, read: Reader) -> Iterator[
     found: dict[str, dict[str, dict[str, TensorInfo]]] = {}
     for name, info in checkpoint.tensors.items():
         if name.endswith(("k_scale", "v_scale", "kv_scale", "_proj.output_scale")):
-            spelling, attention, which = _spelled(name)
+            spelling, attention, which = spelled(name)
             if which:
                 found.setdefault(attention, {}).setdefault(spelling, {})[which] = info
     where = declared.where or "config.json"
@@ -63,14 +54,6 @@ def of_kv(checkpoint: Checkpoint, declared: Declared, read: Reader) -> Iterator[
             f"{many(len(lone), 'layer')} with a scale for k or for v only: vLLM takes one for both",
         )  # fmt: skip
     yield from _values(scales, read)
-
-
-def _spelled(name: str) -> tuple[str, str, str]:
-    """(spelling, attention module, k or v or kv); all empty for a name that is none."""
-    for spelling, pattern in SPELLINGS.items():
-        if match := pattern.fullmatch(name):
-            return spelling, match[1], match[2]
-    return "", "", ""
 
 
 def _spelling(

@@ -11,26 +11,47 @@ import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 
+from transcode.catalog import producers
 from transcode.check.declared import Declared
 from transcode.check.findings import Finding, listed, many
 from transcode.check.units import Unit, draft, units
 from transcode.checkpoint import Checkpoint
+from transcode.fused import expand
 from transcode.header import TensorInfo
 from transcode.names import address, family, natural
 from transcode.quant import Encoding
-from transcode.recognise import INSTEAD, LEAVES, REFUSED, SCALES, Module, Problem, Recognised
+from transcode.recognise import (
+    BLOCK_SCALES,
+    CODES,
+    INSTEAD,
+    LEAVES,
+    REFUSED,
+    SCALES,
+    Module,
+    Problem,
+    Recognised,
+    stacked_names,
+)
 from transcode.stacks import COUNTS, experts_of
 
 MTP_KEYS = ("num_nextn_predict_layers", "mtp_num_hidden_layers", "num_mtp_layers")
+PLAIN = ("F64", "F32", "BF16", "F16")
 _TURNED = re.compile(r".+\.experts\.[a-z]\w*\.\d+")
 UNCHECKED = "no runtime checks that all of a quantised model was loaded: it stays uninitialised"
 
 
 def foreign(declared: Declared, recognised: Recognised) -> bool:
-    """Whether `convert` has no reader for the checkpoint as a whole, so that little is judged."""
-    known = declared.modelopt or declared.compressed or declared.method in ("fp8", "")
+    """Whether the config's method is none that `convert` reads, so that little is judged."""
     nvfp4 = any(m.encoding is Encoding.NVFP4 for m in recognised.modules.values())
-    return declared.method in INSTEAD or not (known or nvfp4)
+    if declared.method in INSTEAD:
+        return bool(recognised.problems) or not nvfp4
+    known = judged(declared) or any(p.claims(declared.raw) for p in producers())
+    return not (known or nvfp4)
+
+
+def judged(declared: Declared) -> bool:
+    """Whether it is known here how the runtimes read such a config."""
+    return declared.modelopt or declared.compressed or declared.method in ("fp8", "")
 
 
 def of_modules(
@@ -40,28 +61,37 @@ def of_modules(
     modules = recognised.modules
     unread = list[str]()
     if not foreign(declared, recognised):
-        yield from _problems(checkpoint, recognised.problems, unread)
+        yield from _problems(checkpoint, declared, recognised.problems, unread)
         yield from _holes(checkpoint, recognised)
-    yield from _not_read(checkpoint, declared, recognised, unread)
+    yield from _silent(checkpoint, declared, recognised, unread)
     yield from _refused(checkpoint, modules)
     yield from _mixed(checkpoint, modules)
     yield from _mtp(checkpoint)
 
 
 def _problems(
-    checkpoint: Checkpoint, problems: Sequence[Problem], unread: list[str]
+    checkpoint: Checkpoint, declared: Declared, problems: Sequence[Problem], unread: list[str]
 ) -> Iterator[Finding]:
-    """What cannot be one module; encodings that are only not read yet go to `unread`."""
+    """What cannot be one module; encodings that are only not read here go to `unread`."""
     wrong = {p.where: p.message for p in problems}
     parts: dict[str, dict[str, TensorInfo]] = {where: {} for where in wrong}
-    for name, info in checkpoint.tensors.items():
+    model_type = str(checkpoint.text_config.get("model_type"))
+    names = stacked_names(declared.raw)
+    tensors, odd = expand(checkpoint.tensors, producers(), model_type, names)
+    lone = {str(t) for n, t in tensors.items() if n.endswith("_blocks") and t.dtype == "U8"}
+    for name, info in tensors.items():
         module, _, leaf = name.rpartition(".")
         if module in parts and leaf in LEAVES:
             parts[module][leaf] = info
     found: dict[tuple[str, str, str], list[str]] = {}
     for where, leaves in parts.items():
-        if kind := _kind(leaves):
+        if where in odd:
+            kind = "FAILS", "malformed", "a loader expects stacked experts of one shape, each once"
             found.setdefault(kind, []).append(where)
+        elif where in lone:
+            found.setdefault(("WRONG", "scale-missing", UNCHECKED), []).append(where)
+        elif kind_ := _kind(leaves):
+            found.setdefault(kind_, []).append(where)
         else:
             unread.append(f"{where}: {wrong[where]}")
     for (level, code, what), places in found.items():
@@ -75,7 +105,7 @@ def _problems(
 
 def _kind(leaves: Mapping[str, TensorInfo]) -> tuple[str, str, str] | None:
     """(level, code, consequence) of leaves that do not fit together, None if merely not read."""
-    weight = leaves.get("weight_packed") or leaves.get("weight")
+    weight = next((leaves[leaf] for leaf in CODES if leaf in leaves), None)
     if not leaves or (weight and len(weight.shape) > 2):
         return None
     if refused := [leaf for leaf in leaves if leaf in REFUSED]:
@@ -85,8 +115,8 @@ def _kind(leaves: Mapping[str, TensorInfo]) -> tuple[str, str, str] | None:
         return None
     if weight is None:
         return "WRONG", "scale-without-weight", f"the weight is missing; {UNCHECKED}"
-    scaled = [leaf for leaf in (*SCALES, "scale") if leaf in leaves]
-    if weight.dtype not in ("U8", "I8", "I32", "F8_E4M3"):
+    scaled = [leaf for leaf in (*BLOCK_SCALES, *SCALES) if leaf in leaves]
+    if weight.dtype in PLAIN:
         what = "an unquantised weight has another shape or meaning than the scale promises"
         return "FAILS", "scale-without-codes", what
     partner = "weight_global_scale" if "weight_packed" in leaves else "weight_scale_2"
@@ -98,29 +128,47 @@ def _kind(leaves: Mapping[str, TensorInfo]) -> tuple[str, str, str] | None:
             "SGLang nothing)"
         )
         return "WRONG", "scale-missing", what
+    if not _known(weight, leaves[scaled[0]], partner in scaled):
+        return None
     return "FAILS", "malformed", "a loader expects the shapes and dtypes of the encoding"
 
 
-def _not_read(
+def _known(weight: TensorInfo, scale: TensorInfo, partner: bool) -> bool:
+    """Whether codes with such a scale may be an encoding that is read, and not INT8 or the like."""
+    powers = scale.dtype in ("U8", "F8_E8M0")
+    if weight.dtype == "U8":
+        return partner or powers or scale.dtype == "F8_E4M3"
+    return weight.dtype == "F8_E4M3" or (weight.dtype == "I8" and powers)
+
+
+def _silent(
     checkpoint: Checkpoint, declared: Declared, recognised: Recognised, unread: Sequence[str]
 ) -> Iterator[Finding]:
-    """One NOTE on what `convert` cannot read yet."""
+    """NOTEs on what `convert` does not read, and on what is read but not judged here."""
     counts = Counter(str(m.encoding) for m in recognised.modules.values())
     counts.pop(str(Encoding.UNQUANTISED), None)
     packable = counts[str(Encoding.NVFP4)]
     kinds = ", ".join(f"{count} {encoding}" for encoding, count in sorted(counts.items()))
     found = f"; found {kinds}" if kinds else ""
-    if foreign(declared, recognised):
+    apart = foreign(declared, recognised)
+    if apart:
         why = INSTEAD.get(declared.method, "another producer's")
         unread = [f"quant_method {declared.method!r}: {why}"]
-    elif not unread and packable:
+    if unread:
+        tail = f" (and {len(unread) - 1} more)" if len(unread) > 1 else ""
+        yield Finding(
+            "NOTE", "not-read", checkpoint.path.name,
+            f"transcode convert does not read it: {unread[0]}{tail}{found}",
+        )  # fmt: skip
+    if apart or (recognised.problems and not counts):
         return
-    first = unread[0] if unread else "no NVFP4 module"
-    tail = f" (and {len(unread) - 1} more)" if len(unread) > 1 else ""
-    yield Finding(
-        "NOTE", "not-read-yet", checkpoint.path.name,
-        f"transcode convert cannot read it yet: {first}{tail}{found}",
-    )  # fmt: skip
+    if packable and not judged(declared):
+        why = f"not judged yet: how the runtimes read quant_method {declared.method!r}{found}"
+    elif not packable:
+        why = f"not judged yet: check judges NVFP4 values only{found or '; nothing is quantised'}"
+    else:
+        return
+    yield Finding("NOTE", "not-judged", checkpoint.path.name, why)
 
 
 def _refused(checkpoint: Checkpoint, modules: Mapping[str, Module]) -> Iterator[Finding]:
@@ -130,7 +178,8 @@ def _refused(checkpoint: Checkpoint, modules: Mapping[str, Module]) -> Iterator[
         yield Finding(
             "FAILS", "w4a8", min(wide, key=natural),
             f"{many(len(wide), 'module')} in blocks of 32 (ModelOpt's W4A8_NVFP4_FP8), an "
-            "algorithm that neither runtime lists; transcode convert refuses it too",
+            "algorithm that neither runtime lists; transcode convert --to modelopt-nvfp4 or "
+            "compressed-tensors-nvfp4 writes every scale twice, with 16 bit activations",
         )  # fmt: skip
     fused = [
         name
@@ -151,7 +200,7 @@ def _refused(checkpoint: Checkpoint, modules: Mapping[str, Module]) -> Iterator[
             "FAILS", "expert-names", turned[0],
             f"{many(len(turned), 'module')} with the expert's number after the projection "
             "(ModelOpt 0.43); vLLM's loader does not know the name (vllm-project/vllm#40885); "
-            "transcode convert reads both orders",
+            "transcode convert reads both orders and writes the other",
             ("vllm",),
         )  # fmt: skip
 

@@ -114,7 +114,8 @@ def _zeros(values: Values, joined: Mapping[str, Group], read: Reader) -> Iterato
             f"its global scale is 0 and {many(counts[0], 'block scale')} NaN, ModelOpt's way to "
             f"write a matrix of zeros; {many(len(nan), 'matrix')} of this kind: NaN * 0 is NaN in "
             "ModelOpt's own decoder and wherever block scales are multiplied as E4M3; vLLM 0.33 "
-            "refuses it in dense ModelOpt layers; transcode convert packs zeros",
+            "refuses it in dense ModelOpt layers; transcode convert --to marlin-nvfp4 packs zeros, "
+            "--to compressed-tensors writes them",
         )  # fmt: skip
     spoilt = [name for name in zeros if _spoils(values, joined[name], name, read)]
     if spoilt:
@@ -129,7 +130,7 @@ def _zeros(values: Values, joined: Mapping[str, Group], read: Reader) -> Iterato
             "WEAK", "global-scale-zero", harmless[0],
             f"its global scale is 0, so the matrix is; {many(len(harmless), 'matrix')} of this "
             "kind: whatever inverts the scale gets inf (TensorRT-LLM#16447); transcode convert "
-            "packs zeros",
+            "--to marlin-nvfp4 packs zeros",
         )  # fmt: skip
 
 

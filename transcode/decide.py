@@ -1,0 +1,110 @@
+"""What is decided of a rewriting before its first byte: scalars, bad scales, input scales."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+
+import torch
+from torch import Tensor
+from tqdm import tqdm
+
+from transcode.checkpoint import Checkpoint, Reader
+from transcode.errors import FormatError, LossError
+from transcode.job import Job
+from transcode.names import natural
+from transcode.origins import origins
+from transcode.plan import Plan
+from transcode.producer import Form, Role
+from transcode.recognise import Module
+from transcode.rewritten import SCALARS, input_factor, loss, made, turns, value
+from transcode.sayable import missing
+from transcode.settle import NAN, prepare
+from transcode.stacks import experts_of
+from transcode.unify import Unified, unify
+
+
+def decide(checkpoint: Checkpoint, plan: Plan, read: Reader, device: torch.device) -> Job:
+    """Read scalars, NVFP4's block scales and all that is cast; every refusal comes from here."""
+    form = plan.options.form
+    assert form is not None
+    unified = unify(checkpoint, plan, read)
+    quantised = {n: m for n, m in plan.modules.items() if m.format is not None}
+    cleaned = frozenset(_cleaned(quantised, unified, form, read))
+    filled = dict(_filled(quantised, form, read))
+    job = Job(plan, unified, {}, read, device, (), origins(checkpoint), cleaned, filled)
+    for output in plan.outputs():
+        recipe = output.recipe
+        if recipe and recipe.leaf and recipe.role in (Role.SCALES, Role.GLOBAL, Role.INPUT):
+            cast = any(m.parts[recipe.role].dtype != output.dtype for g in recipe.groups for m in g
+                       if recipe.role in m.parts)  # fmt: skip
+            if cast or (recipe.fusion and recipe.fusion.one_scalar and not output.shape):
+                for _ in made(output, job):  # raises where the target cannot hold the value
+                    pass
+    if plan.options.exact:
+        _exact(job)
+    return job
+
+
+def _exact(job: Job) -> None:
+    """Raise LossError for the first scalar or decoded weight that would be rounded."""
+    for output in job.plan.outputs():
+        recipe = output.recipe
+        if loss(output, job):
+            raise LossError(f"{output.name} is not exact in {output.dtype}")
+        if recipe is None or recipe.leaf is None or recipe.role not in SCALARS:
+            continue
+        for module in (m for group in recipe.groups for m in group):
+            if turns(module, recipe.role, recipe.leaf, job):
+                stored = job.read.tensor(module.parts[recipe.role]).float()
+                if 1.0 / value(recipe, module, "F32", job) != stored:
+                    raise LossError(f"{output.name} is not the exact reciprocal of the source's")
+
+
+def _cleaned(
+    quantised: Mapping[str, Module], unified: Unified, form: Form, read: Reader
+) -> Iterator[str]:
+    """Modules whose scales are not written as they are; FormatError for meaningless ones."""
+    names = [n for n in unified.scalars if not form.producer.verbatim]
+    for name in tqdm(names, desc="scales", unit="matrix", disable=None, leave=False):
+        module = quantised[name]
+        if read.tensor(module.scales).view(torch.uint8).max() >= NAN:
+            prepare(module, unified, read)
+            yield name
+
+
+def _filled(
+    quantised: Mapping[str, Module], form: Form, read: Reader
+) -> Iterator[tuple[str, Tensor]]:
+    """Input scales for those without a valid one: the largest valid one of the layer's experts."""
+    if form.producer.verbatim:
+        return
+    wanting = set(missing(quantised, form))
+    static = {
+        n: m
+        for n, m in quantised.items()
+        if Role.INPUT in m.parts and form.quantises_inputs(m.encoding)
+    }
+    factors = {name: input_factor(m, read) for name, m in static.items()}
+    wanting |= {name for name, f in factors.items() if f.numel() != 1 or not 0 < f < math.inf}
+    if not wanting:
+        return
+    first = min(wanting, key=natural)
+    if not form.fill_input:
+        value = float(factors[first].flatten()[0])
+        raise FormatError(
+            f"{static[first].parts[Role.INPUT].name} is a factor of {value:g}, wanted a finite "
+            f"number > 0 ({len(wanting)} in all); --fill-input-scale takes the largest of its "
+            "layer's experts"
+        )
+    for experts in experts_of(quantised).values():
+        for part in ("gate", "up", "down"):
+            row = [e[part].name for e in experts.values() if part in e]
+            valid = [factors[n] for n in row if n in factors and n not in wanting]
+            for name in wanting.intersection(row) if valid else ():
+                yield name, torch.stack(valid).max()
+                wanting -= {name}
+    if wanting:
+        raise FormatError(
+            f"{min(wanting, key=natural)}: no valid input scale to take another's for"
+        )

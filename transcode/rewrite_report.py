@@ -1,0 +1,176 @@
+"""The Report of a rewriting: what is the same, what is not bit-exact and by how much.
+
+Like a packing's it holds no time, host, user or absolute path. `origin` is for the way back
+(origins.py).
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict
+from typing import Any
+
+import torch
+
+from transcode import __version__
+from transcode.checkpoint import Checkpoint
+from transcode.job import Job
+from transcode.loads import loaders
+from transcode.origins import hexed, key
+from transcode.plan import Output
+from transcode.producer import Form, Role
+from transcode.recognise import disagreements
+from transcode.report import COMPLETE
+from transcode.rewritten import SCALARS, loss, turns, value
+from transcode.told import standard
+
+
+def options_of_form(form: Form, unify: str, *, exact: bool) -> dict[str, Any]:
+    """The options as the Report keeps them, so that `verify` can make everything again."""
+    return {
+        "unify": unify,
+        "exact": exact,
+        "fused": form.fused,
+        "drop_kv_scales": form.drop_kv,
+        "fill_input_scale": form.fill_input,
+    }
+
+
+def rewrite_report(checkpoint: Checkpoint, job: Job, companions: Sequence[str]) -> dict[str, Any]:
+    """The Report of a rewriting whose output was read back."""
+    plan, unified = job.plan, job.unified
+    form = plan.options.form
+    assert form is not None
+    outputs = list(plan.outputs())
+    carried = [o for o in outputs if o.recipe is None]
+    reciprocals, turned = _reciprocals(outputs, job)
+    zero = [name for name, s in unified.scalars.items() if s.zero]
+    return {
+        "status": COMPLETE,
+        "versions": {"transcode": __version__, "torch": torch.__version__},
+        "format": form.target.name,
+        "options": {
+            **options_of_form(form, plan.options.unify, exact=plan.options.exact),
+            "shard_size": plan.options.shard_size,
+        },
+        "source": checkpoint.fingerprint(),
+        "loads_in": [asdict(loads) for loads in loaders(form, plan.modules)],
+        "modules": dict(Counter(str(m.encoding) for m in plan.modules.values())),
+        "proved": _proved(job),
+        "unified": [asdict(d) for d in unified.decisions],
+        "scaled": dict(unified.scaled),
+        "folded_into": dict(unified.folds),
+        "zero_matrices": zero,
+        "cleaned_scales": sorted(job.cleaned),
+        "filled_input_scales": {name: float(value) for name, value in job.filled.items()},
+        "scalars_turned_over": {"count": turned, "not_bit_exact": len(reciprocals)},
+        "carried": {"tensors": len(carried), "bytes": sum(o.nbytes for o in carried)},
+        "companions": list(companions),
+        "left_out": [asdict(entry) for entry in checkpoint.left_out],
+        "origin": {"dtypes": _dtypes(outputs), "reciprocals": reciprocals},
+        "notes": [*_notes(checkpoint, job, len(reciprocals), turned, zero)],
+    }
+
+
+def _proved(job: Job) -> dict[str, str]:
+    form = job.plan.options.form
+    assert form is not None
+    if not form.producer.formats:
+        worst = max((loss(o, job) for o in job.plan.outputs() if o.recipe), default=0.0)
+        how = f"rounded to BF16 by at most {worst:.2e} relative" if worst else "exact in BF16"
+        return {"weights": f"decoded in float32, {how}"}
+    rounded = " but for those rounded again" * bool(job.unified.multiplier)
+    cleaned = " but for those that stand over zeros" * bool(job.cleaned)
+    return {"codes": "bit-equal", "scales": f"value-equal{rounded}{cleaned}"}
+
+
+def _reciprocals(outputs: Sequence[Output], job: Job) -> tuple[dict[str, str], int]:
+    """Source scalars whose reciprocal does not come back, by the name that they have in DST, and
+    how many are turned over. What was unified or filled in is another number anyhow."""
+    found, count = dict[str, str](), 0
+    beside = {o.recipe.role for o in outputs if o.recipe}
+    for recipe in (o.recipe for o in outputs if o.recipe):
+        if recipe.leaf is None or recipe.role not in SCALARS:
+            continue
+        for module in (m for group in recipe.groups for m in group):
+            if not turns(module, recipe.role, recipe.leaf, job):
+                continue
+            count += 1
+            stored = job.read.tensor(module.parts[recipe.role]).float()
+            written = value(recipe, module, "F32", job)
+            if 1.0 / written != stored and SCALARS[recipe.role] not in beside:
+                found[f"{standard(module.name)}.{recipe.leaf.name}"] = hexed(float(stored))
+    return found, count
+
+
+def _dtypes(outputs: Sequence[Output]) -> dict[str, str]:
+    """Source dtypes of scales that were stored in another, where all of a kind had the same."""
+    found: dict[str, set[tuple[str, str]]] = {}
+    for output in outputs:
+        recipe = output.recipe
+        if recipe and recipe.leaf and recipe.role in (Role.SCALES, Role.INPUT):
+            for module in (m for group in recipe.groups for m in group):
+                if part := module.parts.get(recipe.role):
+                    found.setdefault(key(module, recipe.role), set()).add(
+                        (part.dtype, output.dtype)
+                    )
+    pairs = {name: next(iter(kinds)) for name, kinds in found.items() if len(kinds) == 1}
+    return {name: source for name, (source, stored) in pairs.items() if source != stored}
+
+
+def _notes(
+    checkpoint: Checkpoint, job: Job, inexact: int, turned: int, zero: Sequence[str]
+) -> Iterator[str]:
+    yield from checkpoint.notes
+    yield from disagreements(checkpoint, job.plan.modules)
+    yield from job.plan.notes
+    form = job.plan.options.form
+    if form and not loaders(form, job.plan.modules):
+        yield f"no runtime that was read loads this from {form.target.name} (docs/formats.md)"
+    kept = [d for d in job.unified.decisions if d.how == "keep"]
+    if kept:
+        worst = max(kept, key=lambda d: d.ratio)
+        yield (
+            f"global scales differ in {len(kept)} groups that runtimes join, worst "
+            f"{worst.ratio:.4g}-fold in {worst.stack}: vLLM and SGLang take one of them for all, "
+            "behind one warning; --unify fold makes them one"
+        )
+    if any(d.how == "fold" for d in job.unified.decisions):
+        yield (
+            "folded: the function is preserved, the matrices up and down are not; "
+            "LoRA adapters for them need --unify rescale"
+        )
+    if job.unified.multiplier:
+        yield f"block scales of {len(job.unified.multiplier)} matrices rounded again"
+    if inexact:
+        yield (
+            f"{inexact} of {turned} scalars are not the exact reciprocal of the source's (1 ulp, "
+            "6e-8); the Report keeps those for the way back"
+        )
+    if zero:
+        yield f"{len(zero)} matrices are zero by their global scale, {zero[0]} among them"
+    if job.cleaned:
+        yield f"{len(job.cleaned)} matrices had NaN or -0 scales over zeros; they are 0 now"
+    if job.filled:
+        yield f"{len(job.filled)} input scales filled in with the largest of their layer"
+
+
+def form_table(done: Mapping[str, Any]) -> str:
+    """The Report for a terminal."""
+    lines = [f"{count:8} {encoding}" for encoding, count in sorted(done["modules"].items())]
+    lines += [f"{what}: {how}" for what, how in done["proved"].items()]
+    how = Counter(d["how"] for d in done["unified"])
+    if how:
+        told = ", ".join(f"{count} {name}" for name, count in sorted(how.items()))
+        lines.append(f"groups with different global scales: {told}")
+    turned = done["scalars_turned_over"]
+    if turned["count"]:
+        exact = turned["count"] - turned["not_bit_exact"]
+        lines.append(f"scalars turned over: {turned['count']}, {exact} of them come back exactly")
+    carried = done["carried"]
+    lines.append(f"carried byte for byte: {carried['tensors']} tensors, {carried['bytes']} bytes")
+    lines += [f"left out: {e['name']} ({e['reason']})" for e in done["left_out"]]
+    loads = [f"{e['runtime']} {e['version']} ({', '.join(e['kinds'])})" for e in done["loads_in"]]
+    lines.append(f"{done['format']}: {done['status']}; loads in {'; '.join(loads) or 'no runtime'}")
+    return "\n".join(lines)

@@ -1,0 +1,125 @@
+"""What a target can say of a checkpoint's modules, and what it has no word for."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+from transcode.checkpoint import Checkpoint
+from transcode.errors import FormatError
+from transcode.header import Cut, TensorInfo
+from transcode.names import natural
+from transcode.producer import Form, Role
+from transcode.quant import Encoding
+from transcode.recognise import REFUSED, Module
+from transcode.stacks import experts_of
+
+
+def require_family(checkpoint: Checkpoint, form: Form) -> None:
+    """Raise FormatError for a model that the target is not for."""
+    model_type = checkpoint.text_config.get("model_type")
+    if form.producer.model_types and model_type not in form.producer.model_types:
+        raise FormatError(
+            f"{form.target.name} is for model_type {' or '.join(form.producer.model_types)}, "
+            f"this is {model_type!r}"
+        )
+
+
+def adapted(module: Module, form: Form) -> Module:
+    """NVFP4 in blocks of 32 with every scale twice, where the target has blocks of 16 only.
+
+    Its input scale is one of FP8 activations, so the result is W4A16.
+    """
+    wanted = form.target.encodings
+    if module.encoding is not Encoding.NVFP4_32 or not form.producer.formats:
+        return module
+    if form.producer.format(Encoding.NVFP4_32) and Encoding.NVFP4 not in wanted:
+        return module
+    scales = module.scales
+    shape = (scales.shape[0], scales.shape[1] * 2)
+    own = scales.cut or Cut(scales.shape)
+    twice = replace(scales, shape=shape, nbytes=scales.nbytes * 2, cut=replace(own, repeat=2))
+    dropped = (Role.INPUT, Role.SOURCE_INPUT)
+    parts = {role: part for role, part in module.parts.items() if role not in dropped}
+    return replace(module, encoding=Encoding.NVFP4, parts=parts | {Role.SCALES: twice})
+
+
+def require_encodings(quantised: Mapping[str, Module], form: Form) -> None:
+    """The encodings that the target asks for, and has a form for."""
+    kinds = sorted({str(m.encoding) for m in quantised.values()})
+    wanted = form.target.encodings
+    if not kinds:
+        raise FormatError("nothing in the checkpoint is quantised")
+    if wanted and not any(m.encoding in wanted for m in quantised.values()):
+        raise FormatError(
+            f"{form.target.name} wants {' or '.join(wanted)}, the checkpoint has "
+            f"{', '.join(kinds)}: encodings are not changed yet; `--to {form.producer.name}`, "
+            "where it is offered, keeps them"
+        )
+    for module in quantised.values():
+        if (refused := [leaf for leaf in module.leaves if leaf in REFUSED]) and (
+            module.encoding is not Encoding.INT4
+        ):
+            raise FormatError(
+                f"{module.name}.{refused[0]} cannot be carried: {REFUSED[refused[0]]}"
+            )
+        if form.producer.formats:
+            _sayable(module, form)
+        elif module.encoding is Encoding.INT4:
+            raise FormatError(f"{module.name} is int4, which is not decoded here")
+
+
+def missing(quantised: Mapping[str, Module], form: Form) -> frozenset[str]:
+    """Experts without an input scale beside others of their layer and projection that have one.
+
+    FormatError unless they are to be filled in, or none is written.
+    """
+    found = set[str]()
+    wanted = (
+        {}
+        if form.producer.verbatim
+        else {n: m for n, m in quantised.items() if form.quantises_inputs(m.encoding)}
+    )
+    for experts in experts_of(wanted).values():
+        for part in ("gate", "up", "down"):
+            row = [e[part] for e in experts.values() if part in e]
+            without = {m.name for m in row if Role.INPUT not in m.parts}
+            found |= without if len(without) < len(row) else set()
+    if found and not form.fill_input:
+        first = min(found, key=natural)
+        raise FormatError(
+            f"{first} has no input scale, others of its layer do ({len(found)} in all); "
+            "--fill-input-scale takes the largest of theirs"
+        )
+    return frozenset(found)
+
+
+def stray_input(module: Module) -> TensorInfo | None:
+    """An input scale that the module's format has no leaf for."""
+    known = {part.name for part in module.parts.values()}
+    leaves = ("input_scale", "input_global_scale", "input_scale_2")
+    found = (module.leaves[leaf] for leaf in leaves if leaf in module.leaves)
+    return next((info for info in found if info.name not in known), None)
+
+
+def _sayable(module: Module, form: Form) -> None:
+    format_ = form.producer.format(module.encoding)
+    foreign = module.encoding is Encoding.INT4 and (
+        module.format is None or module.format.producer != form.producer.name
+    )
+    if format_ is None or format_.read_only or foreign:
+        raise FormatError(
+            f"{module.name} is {module.encoding}: {form.target.name} has no word for it"
+        )
+    own = module.format is not None and module.format.producer == form.producer.name
+    if (stray := stray_input(module)) and not own and form.quantises_inputs(module.encoding):
+        raise FormatError(f"{stray.name}: {form.target.name} has no place for it")
+    lost = [
+        role
+        for role in (Role.INPUT,)
+        if role in module.parts
+        and role not in format_.leaves
+        and form.quantises_inputs(module.encoding)
+    ]
+    if lost:
+        raise FormatError(f"{module.parts[lost[0]].name}: {form.target.name} has no place for it")

@@ -1,0 +1,151 @@
+"""The encoding of a quantised module, from its tensors' names, dtypes and shapes alone.
+
+Whoever wrote it: a scale's name and shape differ between producers, its meaning does not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from transcode.errors import FormatError
+from transcode.header import TensorInfo
+from transcode.producer import Role, Shape
+from transcode.quant import Encoding
+
+FLOATS = ("F32", "BF16", "F16")
+
+
+@dataclass(frozen=True)
+class Found:
+    """An encoding, the logical `(N, K)`, codes, scales and global scale in their logical shapes,
+    and the tile of FP8_BLOCK."""
+
+    encoding: Encoding
+    shape: tuple[int, ...]
+    parts: Mapping[Role, TensorInfo]
+    block: tuple[int, int] | None = None
+
+
+def tile_of(config: Mapping[str, Any]) -> tuple[int, int] | None:
+    """The tile of block FP8, where a config says it."""
+    groups = config.get("config_groups")
+    told = [config.get("weight_block_size")]
+    for group in groups.values() if isinstance(groups, dict) else ():
+        weights = group.get("weights") if isinstance(group, dict) else None
+        told.append(weights.get("block_structure") if isinstance(weights, dict) else None)
+    for size in told:
+        if (
+            isinstance(size, list)
+            and len(size) == 2
+            and all(type(n) is int and n > 0 for n in size)
+        ):
+            return size[0], size[1]
+    return None
+
+
+def sniff(leaves: Mapping[str, TensorInfo], tile: tuple[int, int] | None) -> Found:
+    """Raises FormatError, with what was found and wanted, for what is no encoding known here.
+
+    tile: what the config says of block FP8; believed where it fits the shapes.
+    """
+    for codes, scales, factor in (
+        ("weight_packed", "weight_scale", "weight_global_scale"),
+        ("weight", "weight_scale", "weight_scale_2"),
+    ):
+        if _is_nvfp4(leaves, codes, scales, factor):
+            return _nvfp4(leaves, codes, scales, factor)
+    weight = next(leaves[c] for c in ("weight_packed", "weight", "blocks") if c in leaves)
+    names = ("weight_scale", "weight_scale_inv", "scale", "scales")
+    scale = next((leaves[s] for s in names if s in leaves), None)
+    if scale is None:
+        raise FormatError(f"{weight} has no scale")
+    if weight.dtype == "I32" and "weight_shape" in leaves:
+        return Found(Encoding.INT4, (), {})  # K is in the data of weight_shape
+    if len(weight.shape) != 2:
+        raise FormatError(f"{weight}: wanted a matrix")
+    if not weight.nbytes:
+        raise FormatError(f"{weight}: has no elements")
+    if weight.dtype in ("U8", "I8") and scale.dtype in ("U8", "F8_E8M0"):
+        return _blocks_of_32(Encoding.MXFP4, weight, scale, 2 * weight.shape[1])
+    if weight.dtype != "F8_E4M3":
+        raise FormatError(f"{weight} with {scale}: no encoding known here")
+    return _fp8(weight, scale, tile)
+
+
+def _is_nvfp4(leaves: Mapping[str, TensorInfo], codes: str, scales: str, factor: str) -> bool:
+    if codes not in leaves or leaves[codes].dtype != "U8":
+        return False
+    return factor in leaves or (scales in leaves and leaves[scales].dtype == "F8_E4M3")
+
+
+def _nvfp4(leaves: Mapping[str, TensorInfo], codes: str, scales: str, factor: str) -> Found:
+    for leaf in (scales, factor):
+        if leaf not in leaves:
+            raise FormatError(f"{leaf} is missing beside {codes}")
+    weight, scale = leaves[codes], leaves[scales]
+    if len(weight.shape) != 2:
+        raise FormatError(f"{weight}: wanted a matrix [N, K/2]")
+    if not weight.nbytes:
+        raise FormatError(f"{weight}: has no elements")
+    if scale.dtype != "F8_E4M3":
+        raise FormatError(f"{scale}: wanted F8_E4M3")
+    n, k = weight.shape[0], weight.shape[1] * 2
+    for leaf in (factor, "input_scale", "input_global_scale", "input_scale_2"):
+        if leaf in leaves and (leaves[leaf].dtype != "F32" or leaves[leaf].nbytes != 4):
+            raise FormatError(f"{leaves[leaf]}: wanted one F32")
+    parts = {
+        Role.CODES: weight,
+        Role.SCALES: scale,
+        Role.GLOBAL: replace(leaves[factor], shape=()),
+    }
+    if scale.shape == (n, k // 16) and k % 16 == 0:
+        return Found(Encoding.NVFP4, (n, k), parts)
+    if scale.shape == (n, k // 32) and k % 32 == 0:
+        return Found(Encoding.NVFP4_32, (n, k), parts)
+    raise FormatError(
+        f"{scales} is {list(scale.shape)}, wanted {[n, k // 16]} (K = {k}, one scale per 16)"
+    )
+
+
+def _blocks_of_32(encoding: Encoding, weight: TensorInfo, scale: TensorInfo, k: int) -> Found:
+    n = weight.shape[0]
+    if k % 32 or scale.shape != (n, k // 32):
+        raise FormatError(f"{scale}: wanted {[n, k // 32]} (K = {k}, one scale per 32)")
+    return Found(encoding, (n, k), {Role.CODES: weight, Role.SCALES: scale})
+
+
+def _fp8(weight: TensorInfo, scale: TensorInfo, tile: tuple[int, int] | None) -> Found:
+    n, k = weight.shape
+    mx = scale.dtype in ("U8", "F8_E8M0")
+    if mx and k % 32 == 0 and scale.shape == (n, k // 32):
+        return _blocks_of_32(Encoding.MXFP8, weight, scale, k)
+    if not mx and scale.dtype not in FLOATS:
+        raise FormatError(f"{scale}: wanted {', '.join(FLOATS)} or E8M0")
+
+    def found(encoding: Encoding, shape: Shape, block: tuple[int, int] | None = None) -> Found:
+        parts = {Role.CODES: weight, Role.SCALES: replace(scale, shape=shape)}
+        return Found(encoding, (n, k), parts, block)
+
+    if not mx and scale.shape in ((), (1,)):
+        return found(Encoding.FP8_TENSOR, ())
+    if not mx and scale.shape in ((n,), (n, 1)) and n > 1:
+        return found(Encoding.FP8_CHANNEL, (n,))
+    for blocks in _as_blocks(scale.shape):
+        for size in (tile, (128, 128), (-(-n // blocks[0]), -(-k // blocks[1]))):
+            if size and blocks == (-(-n // size[0]), -(-k // size[1])):
+                return found(Encoding.FP8_BLOCK, blocks, size)
+    if mx and scale.dtype == "U8":
+        raise FormatError(f"{scale}: wanted {[n, k // 32]} (K = {k}, one scale per 32)")
+    raise FormatError(f"{scale}: wanted one for each block of {[n, k]}")
+
+
+def _as_blocks(shape: Shape) -> list[tuple[int, int]]:
+    """What blocks of rows and columns a scale's shape may stand for: 2-D, ModelOpt's 4-D, and 1-D
+    where there is but one block along the other axis."""
+    if len(shape) == 4 and shape[1::2] == (1, 1):
+        shape = shape[::2]
+    if len(shape) == 1:
+        return [(1, shape[0]), (shape[0], 1)] if shape[0] else []
+    return [(shape[0], shape[1])] if len(shape) == 2 and all(shape) else []
