@@ -15,6 +15,7 @@ Source: AMD Quark 0.13, quark/torch/export; vllm/model_executor/layers/quantizat
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from transcode.errors import FormatError
@@ -33,6 +34,7 @@ from transcode.producer import (
 )
 from transcode.quant import Encoding
 
+EMULATED = replace(VLLM, note="needs the package amd-quark; emulated on NVIDIA GPUs")
 FOUR, EIGHT = Leaf("weight", ("U8",)), Leaf("weight", ("F8_E4M3",))
 INPUT = {Role.INPUT: Leaf("input_scale", ("F32",))}
 FLOATS = Leaf("weight_scale", ("F32",))
@@ -210,7 +212,7 @@ PRODUCERS = (
         kv="{0}.{1}_proj.output_scale",
         targets=(
             Target("quark", "AMD Quark, the encodings as they are"),
-            Target("quark-mxfp4", "MXFP4", (Encoding.MXFP4,), loads_in=(VLLM, SGLANG)),
+            Target("quark-mxfp4", "MXFP4", (Encoding.MXFP4,), loads_in=(EMULATED, SGLANG)),
             Target(
                 "quark-fp8",
                 "FP8 per tensor or channel, as it is",

@@ -10,9 +10,12 @@ from collections.abc import Mapping
 from transcode.catalog import targets
 from transcode.errors import FormatError
 from transcode.names import address
-from transcode.producer import Form, Loads, Target
+from transcode.producer import Form, Loads, Role, Target
 from transcode.quant import Encoding
 from transcode.recognise import Module
+
+BIASED = ("gpt-oss", "bf16")
+"""The forms whose experts' biases the runtimes have a place for."""
 
 Kinds = Mapping[Encoding, set[str]]
 """Where an encoding occurs: "dense", "moe"."""
@@ -32,6 +35,9 @@ def loaders(form: Form, modules: Mapping[str, Module]) -> list[Loads]:
     """The runtimes that load all of these modules from this form."""
     if form.fused and form.producer.formats and not form.producer.always_fused:
         return []  # Llama-4 and gpt-oss NVFP4 stacked by ModelOpt: neither runtime's text models
+    experts = (m for name, m in modules.items() if address(name).expert is not None)
+    if any(Role.BIAS in m.parts for m in experts) and form.producer.name not in BIASED:
+        return []
     return _loaders(form.target, form.producer.name, kinds_of(modules))
 
 
@@ -59,7 +65,7 @@ def require_loads(form: Form, modules: Mapping[str, Module], runtime: str | None
         for name, (producer, target) in targets().items()
         if set(kinds) & set(target.encodings)
         and all(producer.format(encoding) for encoding in kinds)
-        and runtime in {e.runtime for e in _loaders(target, producer.name, kinds)}
+        and runtime in {e.runtime for e in loaders(Form(producer, target), modules)}
         and not producer.model_types
     ]
     what = ", ".join(f"{e} ({' and '.join(sorted(where))})" for e, where in kinds.items())

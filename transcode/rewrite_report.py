@@ -171,6 +171,9 @@ def form_table(done: Mapping[str, Any]) -> str:
     carried = done["carried"]
     lines.append(f"carried byte for byte: {carried['tensors']} tensors, {carried['bytes']} bytes")
     lines += [f"left out: {e['name']} ({e['reason']})" for e in done["left_out"]]
-    loads = [f"{e['runtime']} {e['version']} ({', '.join(e['kinds'])})" for e in done["loads_in"]]
+    loads = [
+        f"{e['runtime']} {e['version']} ({', '.join([*e['kinds'], *filter(None, [e['note']])])})"
+        for e in done["loads_in"]
+    ]
     lines.append(f"{done['format']}: {done['status']}; loads in {'; '.join(loads) or 'no runtime'}")
     return "\n".join(lines)

@@ -71,7 +71,8 @@ def _plain(checkpoint: Checkpoint, modules: Mapping[str, Module]) -> Iterator[st
             whole = where.expert is not None and where.parent not in mixed
             found[where.parent if whole else name] = None
     for name, info in checkpoint.tensors.items():
-        if (match := STACKED.fullmatch(name)) and _matrices(info):
+        match = STACKED.fullmatch(name)
+        if match and _matrices(info) and match["container"] not in mixed:
             found[match["container"]] = None
     tied = checkpoint.config.get("tie_word_embeddings", False)
     if tied and not any(name.endswith("lm_head") for name in modules):
