@@ -6,7 +6,7 @@
 | mxfp4       | weight_packed U8 [N, K/2]  | U8, E8M0 [N, K/32]                    |                          |
 | mxfp8       | weight F8_E4M3 [N, K]      | U8, E8M0 [N, K/32]                    |                          |
 | fp8-tensor  | weight F8_E4M3 [N, K]      | float [1]                             | input_scale (a factor), static only |
-| fp8-channel | weight F8_E4M3 [N, K]      | float [N, 1]                          |                          |
+| fp8-channel | weight F8_E4M3 [N, K]      | float [N, 1]                          | input_scale, static only |
 | fp8-block   | weight F8_E4M3 [N, K]      | float [ceil(N/128), ceil(K/128)]      |                          |
 | int4        | weight_packed I32, carried | float [N, K/g]; weight_shape I64 [2]  |                          |
 
@@ -68,7 +68,7 @@ FORMATS = (
     _format(Encoding.MXFP4, PACKED, Leaf(SCALE, ("U8",)), {}),
     _format(Encoding.MXFP8, EIGHT, Leaf(SCALE, ("U8",)), {}),
     _format(Encoding.FP8_TENSOR, EIGHT, Leaf(SCALE, FLOATS, _one), STATIC),
-    _format(Encoding.FP8_CHANNEL, EIGHT, Leaf(SCALE, FLOATS, _column), {}),
+    _format(Encoding.FP8_CHANNEL, EIGHT, Leaf(SCALE, FLOATS, _column), STATIC),
     _format(Encoding.FP8_BLOCK, EIGHT, Leaf(SCALE, FLOATS), {}),
     _format(Encoding.INT4, Leaf("weight_packed", ("I32",)), Leaf(SCALE, FLOATS), {}),
 )
@@ -103,6 +103,7 @@ INPUTS = {
     (Encoding.MXFP8, "dynamic"): _args(8, "group", **MX) | {"dynamic": True},
     (Encoding.FP8_TENSOR, "static"): _args(8, "tensor"),
     (Encoding.FP8_TENSOR, "dynamic"): _args(8, "tensor", dynamic=True),
+    (Encoding.FP8_CHANNEL, "static"): _args(8, "tensor"),
     (Encoding.FP8_CHANNEL, "dynamic"): _args(8, "token", dynamic=True),
     (Encoding.FP8_BLOCK, "dynamic"): _args(8, "group", group_size=128, dynamic=True),
 }

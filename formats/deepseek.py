@@ -19,6 +19,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from transcode.errors import FormatError
 from transcode.producer import SGLANG, VLLM, Configs, Format, Leaf, Producer, Role, Target, Told
 from transcode.quant import Encoding
 
@@ -38,7 +39,14 @@ def _fbgemm(config: Mapping[str, Any]) -> bool:
 
 def describe(told: Told) -> Configs:
     """quantization_config, with the full names of all linears that are not quantised."""
-    (group,) = told.groups
+    group, *others = told.groups
+    if others:
+        raise FormatError(
+            f"{others[0].modules[0]}: its blocks, scales or activations are not those of "
+            f"{group.modules[0]}, and this form has one config for all"
+        )
+    if group.activations == "none":
+        raise FormatError(f"{group.modules[0]}: 16 bit activations: deepseek-fp8 has no word")
     powers = group.scales in ("U8", "F8_E8M0") or told.source.get("scale_fmt") == "ue8m0"
     return Configs(
         {

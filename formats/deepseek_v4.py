@@ -61,11 +61,13 @@ def describe(told: Told) -> Configs:
     four = any(g.encoding in (Encoding.MXFP4, Encoding.NVFP4) for g in told.groups)
     nvfp4 = [name for g in told.groups if g.encoding is Encoding.NVFP4 for name in g.modules]
     block = next((g.block for g in blocks if g.block), (128, 128))
+    powers = not blocks or all(g.scales == "F8_E8M0" for g in blocks)
+    powers = powers or told.source.get("scale_fmt") == "ue8m0"
     quantization: dict[str, Any] = {
         "activation_scheme": "dynamic",
         "fmt": "e4m3",
         "quant_method": "fp8",
-        "scale_fmt": "ue8m0",
+        **({"scale_fmt": "ue8m0"} if powers else {}),
         "weight_block_size": list(block),
     }
     hf_quant = None

@@ -169,6 +169,8 @@ def _algorithm(group: Group) -> str:
     static, first = group.activations == "static", group.modules[0]
     if group.encoding is Encoding.FP8_TENSOR and not static:
         raise FormatError(f"{first}: FP8 per tensor without an input scale: ModelOpt has no word")
+    if group.encoding is Encoding.FP8_CHANNEL and group.activations == "none":
+        raise FormatError(f"{first}: FP8 per channel with 16 bit activations: ModelOpt has no word")
     if group.encoding is Encoding.FP8_BLOCK and group.block != (128, 128):
         raise FormatError(f"{first}: FP8 in blocks of {group.block}, ModelOpt has (128, 128)")
     if group.encoding is Encoding.MXFP4 and static:

@@ -403,7 +403,7 @@ class Kind:
             contiguous = {n: t.contiguous() for n, t in b.tensors.items()}
             build.write(path, build.shard(replace(d, tensors=contiguous)))
         for name, t in b.rest.items():
-            if found := re.fullmatch(r"(.*\.)([kv])(_proj\.(\2|output))?_scale", name):
+            if found := re.fullmatch(r"(.*?\.)([kv])(_proj\.(\2|output))?_scale", name):
                 b.kv[found[1] + found[2]] = t.float().reshape([])
         return b
 

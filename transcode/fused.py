@@ -147,7 +147,8 @@ def _part(
 ) -> TensorInfo:
     """The half of one expert, in the shape that it has by itself."""
     halves = len(how.halves)
-    if prod(info.shape) == 1 and role is not Role.CODES and how.experts * halves > 1:
+    scalar = prod(info.shape) == 1 and how.experts * halves > 1
+    if role is not Role.CODES and (scalar or not info.shape):
         return replace(info, shape=())
     if not info.shape or info.shape[0] != how.experts:
         raise FormatError(f"{info}: wanted {how.experts} experts")

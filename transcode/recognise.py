@@ -226,8 +226,11 @@ def _module(
             if info.nbytes * 8 != BITS[info.dtype]:
                 raise FormatError(f"{info}: wanted one {info.dtype}")
             parts[role] = replace(info, shape=())
-    if "activation_scale" in leaves:
-        parts.setdefault(Role.INPUT, replace(leaves["activation_scale"], shape=()))
+    for leaf in ("input_scale", "activation_scale"):  # whatever the encoding: FP8 blocks, static
+        if info := leaves.get(leaf):
+            if info.nbytes * 8 != BITS[info.dtype]:
+                raise FormatError(f"{info}: wanted one {info.dtype}")
+            parts.setdefault(Role.INPUT, replace(info, shape=()))
     if "bias" in leaves:
         parts[Role.BIAS] = leaves["bias"]
     return Module(name, found.encoding, found.shape, leaves, format_, parts, found.block)

@@ -20,6 +20,7 @@ from transcode.quant import Encoding
 from transcode.recognise import Module
 from transcode.sayable import (
     adapted,
+    is_adapted,
     missing,
     require_encodings,
     require_family,
@@ -71,7 +72,8 @@ def _unused(module: Module, form: Form) -> Iterator[TensorInfo]:
     """What a module has that is not written: scalars kept for a way back, where there is none."""
     if module.encoding is Encoding.INT4:
         yield from module.leaves.values()  # carried as they are
-    if (stray := stray_input(module)) and not form.quantises_inputs(module.encoding):
+    stray = stray_input(module)
+    if stray and (is_adapted(module) or not form.quantises_inputs(module.encoding)):
         yield stray
     for leaf in ("source_global_scale", "source_input_scale", "activation_scale"):
         if leaf in module.leaves:

@@ -151,7 +151,7 @@ def _scalar(module: Module, role: Role, leaf: Leaf, job: Job) -> Tensor:
 
 def turns(module: Module, role: Role, leaf: Leaf, job: Job) -> bool:
     """Whether a module's own scalar is written as its reciprocal."""
-    if role not in module.parts or module.written.leaves[role].divisor == leaf.divisor:
+    if role not in module.parts or divides(module, role) == leaf.divisor:
         return False
     unified = job.unified
     if module.name in unified.folds:
@@ -165,12 +165,19 @@ def turns(module: Module, role: Role, leaf: Leaf, job: Job) -> bool:
 def input_factor(module: Module, read: Reader) -> Tensor:
     """A module's input scale as a factor, float32 `[]`."""
     stored = read.tensor(module.parts[Role.INPUT]).float()
-    return 1.0 / stored if module.written.leaves[Role.INPUT].divisor else stored
+    return 1.0 / stored if divides(module, Role.INPUT) else stored
+
+
+def divides(module: Module, role: Role) -> bool:
+    """Whether its scalar is a divisor; DeepSeek's `activation_scale`, which no format lists, is
+    none."""
+    leaf = module.written.leaves.get(role)
+    return leaf is not None and leaf.divisor
 
 
 def _turned(module: Module, role: Role, stored: Tensor, leaf: Leaf, job: Job) -> Tensor:
     """The reciprocal where the senses differ: the source's own, if that is kept and agrees."""
-    if module.written.leaves[role].divisor == leaf.divisor:
+    if divides(module, role) == leaf.divisor:
         return stored
     kept = kept_of(module, role, job)
     if kept is not None and torch.equal(1.0 / kept, stored):

@@ -53,8 +53,7 @@ def require_encodings(quantised: Mapping[str, Module], form: Form) -> None:
     if wanted and not any(m.encoding in wanted for m in quantised.values()):
         raise FormatError(
             f"{form.target.name} wants {' or '.join(wanted)}, the checkpoint has "
-            f"{', '.join(kinds)}: encodings are not changed yet; `--to {form.producer.name}`, "
-            "where it is offered, keeps them"
+            f"{', '.join(kinds)}: encodings are not changed yet{_general(form)}"
         )
     for module in quantised.values():
         if (refused := [leaf for leaf in module.leaves if leaf in REFUSED]) and (
@@ -67,6 +66,12 @@ def require_encodings(quantised: Mapping[str, Module], form: Form) -> None:
             _sayable(module, form)
         elif module.encoding is Encoding.INT4:
             raise FormatError(f"{module.name} is int4, which is not decoded here")
+
+
+def _general(form: Form) -> str:
+    """The target of the same producer that keeps encodings, if it has one."""
+    general = (t.name for t in form.producer.targets if not t.encodings)
+    return next((f"; `--to {name}` keeps them" for name in general), "")
 
 
 def missing(quantised: Mapping[str, Module], form: Form) -> frozenset[str]:
@@ -94,6 +99,11 @@ def missing(quantised: Mapping[str, Module], form: Form) -> frozenset[str]:
     return frozenset(found)
 
 
+def is_adapted(module: Module) -> bool:
+    """Whether its scales stand twice, and its activations are 16 bit."""
+    return module.format is not None and module.encoding is not module.format.encoding
+
+
 def stray_input(module: Module) -> TensorInfo | None:
     """An input scale that the module's format has no leaf for."""
     known = {part.name for part in module.parts.values()}
@@ -111,8 +121,8 @@ def _sayable(module: Module, form: Form) -> None:
         raise FormatError(
             f"{module.name} is {module.encoding}: {form.target.name} has no word for it"
         )
-    own = module.format is not None and module.format.producer == form.producer.name
-    if (stray := stray_input(module)) and not own and form.quantises_inputs(module.encoding):
+    stray = None if is_adapted(module) else stray_input(module)
+    if stray and form.quantises_inputs(module.encoding):
         raise FormatError(f"{stray.name}: {form.target.name} has no place for it")
     lost = [
         role

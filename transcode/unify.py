@@ -78,7 +78,7 @@ def read_scalars(module: Module, read: Reader) -> Scalars:
     info = module.global_scale
     stored = read.tensor(info).reshape(())
     factor = module.written.factor(stored)
-    if not torch.isfinite(factor) or factor < 0:
+    if not torch.isfinite(factor) or stored < 0:
         raise FormatError(f"{info.name} is {stored.item():g}, a factor of {factor.item():g}")
     given = module.parts.get(Role.INPUT)
     return Scalars(stored, factor.abs(), read.tensor(given).reshape(()) if given else None)
