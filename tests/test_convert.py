@@ -414,14 +414,6 @@ def test_no_room_is_said_before_anything_is_written(tmp_path: Path) -> None:
     assert "no space left" in ran.err
 
 
-def test_a_packed_checkpoint_is_not_packed_again(tmp_path: Path) -> None:
-    build(tmp_path / "src", SMALL)
-    pack(tmp_path / "src", tmp_path / "dst")
-    ran = run("convert", "--to", "marlin-nvfp4", tmp_path / "dst", tmp_path / "again")
-    assert ran.code == 1
-    assert "packed already" in ran.err
-
-
 def test_usage_errors_are_exit_2(tmp_path: Path) -> None:
     assert run("convert", tmp_path, tmp_path / "x").code == 2
     size = ("--shard-size", "lots")

@@ -25,7 +25,7 @@ from transcode.files import (
     shards,
     weight_map,
 )
-from transcode.header import Cut, TensorInfo, bytes_of
+from transcode.header import Taken, TensorInfo, bytes_of
 
 DTYPES = {
     "BOOL": torch.bool, "U8": torch.uint8, "I8": torch.int8, "I16": torch.int16,
@@ -177,26 +177,17 @@ class Reader:
         if info.dtype not in DTYPES:
             raise CheckpointError(f"{info}: a dtype that is carried but never computed with")
         if info.cut:
-            return _taken(self.tensor(_whole(info, info.cut)), info.cut, info.shape)
+            return info.cut.take(self.tensor(_whole(info, info.cut)), info.shape)
         if not info.nbytes:
             return torch.empty(info.shape, dtype=DTYPES[info.dtype])
         flat = torch.frombuffer(self.bytes(info), dtype=DTYPES[info.dtype])
         return flat.reshape(info.shape)
 
 
-def _whole(info: TensorInfo, cut: Cut) -> TensorInfo:
-    nbytes = bytes_of(info.dtype, cut.stored)
-    return replace(info, shape=cut.stored, nbytes=nbytes, cut=None)
-
-
-def _taken(stored: Tensor, cut: Cut, shape: tuple[int, ...]) -> Tensor:
-    """The tensor of this shape that `cut` takes out of the stored bytes."""
-    one_byte = stored.view(torch.uint8) if stored.element_size() == 1 else stored
-    turned = one_byte.transpose(-1, -2) if cut.transposed else one_byte
-    rows = turned[cut.first :: cut.step][: shape[0]] if shape else turned
-    if cut.repeat > 1:
-        rows = rows.repeat_interleave(cut.repeat, -1)
-    return rows.contiguous().view(stored.dtype).reshape(shape)
+def _whole(info: TensorInfo, cut: Taken) -> TensorInfo:
+    dtype = cut.dtype or info.dtype
+    nbytes = bytes_of(dtype, cut.stored)
+    return replace(info, dtype=dtype, shape=cut.stored, nbytes=nbytes, cut=None)
 
 
 @contextmanager

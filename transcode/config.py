@@ -10,7 +10,6 @@ from typing import Any
 
 from transcode.checkpoint import Checkpoint
 from transcode.degrees import degrees
-from transcode.errors import FormatError
 from transcode.job import Job
 from transcode.names import address, natural
 from transcode.plan import ACTIVATION, Plan
@@ -125,16 +124,6 @@ def quantization_config(checkpoint: Checkpoint, job: Job) -> dict[str, Any]:
         "source_file": where,
         "source_others": others,
     }
-
-
-def refuse_packed(checkpoint: Checkpoint) -> None:
-    """Raise FormatError for a checkpoint that was packed by this program."""
-    config = quantization(checkpoint)[0]
-    if config.get("quant_method") == METHOD and config.get("layout") != "canonical":
-        raise FormatError(
-            f"{checkpoint.path.name} is packed already ({config.get('layout')}): it cannot be read "
-            "back yet; see its transcode_report.json"
-        )
 
 
 def ordered(modules: Mapping[str, Module]) -> list[Module]:
@@ -266,6 +255,7 @@ def _sizes(job: Job) -> dict[str, dict[str, Any]]:
     return {
         stack.name: {
             "experts": len(stack.groups) if stack.fused else None,
+            "members": list(stack.roles()),
             "formats": [m.format.name for m in stack.groups[0] if m.format],
             "n": [m.shape[0] for m in stack.groups[0]],
             "k": stack.groups[0][0].shape[1],

@@ -17,7 +17,6 @@ from transcode.config import (
     activation_dtype,
     form_configs,
     quantization_config,
-    refuse_packed,
     target_config,
 )
 from transcode.decide import decide as decide_form
@@ -42,7 +41,7 @@ from transcode.pack import bias, pieces, raw_bytes
 from transcode.plan import OutputShard, Plan, make
 from transcode.producer import Form
 from transcode.readback import read_back
-from transcode.recognise import recognise, require_known, require_nvfp4
+from transcode.recognise import Recognised, recognise, require_known, require_nvfp4
 from transcode.report import report
 from transcode.rewrite_report import rewrite_report
 from transcode.rewritten import direct
@@ -50,6 +49,7 @@ from transcode.settle import Settled, settle
 from transcode.spec import Layout
 from transcode.stacks import Options
 from transcode.unify import Unified, unify
+from transcode.unpacked import opened
 
 
 @dataclass(frozen=True)
@@ -77,15 +77,18 @@ class Ask:
 
 def prepare(source: Path, ask: Ask) -> tuple[Checkpoint, Plan]:
     """Open, recognise, plan: all that headers and configs can tell; raises what cannot be done."""
-    checkpoint = Checkpoint.open(source)
-    refuse_packed(checkpoint)
-    return checkpoint, plan_for(checkpoint, ask.options(checkpoint))
+    checkpoint, recognised = opened(source)
+    return checkpoint, plan_of(checkpoint, recognised, ask.options(checkpoint))
 
 
 def plan_for(checkpoint: Checkpoint, options: Options) -> Plan:
     """From an opened checkpoint to the plan."""
+    return plan_of(checkpoint, recognise(checkpoint), options)
+
+
+def plan_of(checkpoint: Checkpoint, recognised: Recognised, options: Options) -> Plan:
+    """From a checkpoint's modules to the plan."""
     checkpoint.require_sound()
-    recognised = recognise(checkpoint)
     if options.form:
         require_known(checkpoint, recognised)
         return rewrite.make(checkpoint, recognised.modules, options)

@@ -15,7 +15,10 @@ from math import prod
 from pathlib import Path
 from reprlib import repr as short
 from stat import S_ISREG
-from typing import Any
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
 
 from transcode.errors import CheckpointError
 
@@ -48,6 +51,31 @@ class Cut:
     first: int = 0
     step: int = 1
     repeat: int = 1
+    dtype: str = ""
+
+    def take(self, stored: Tensor, shape: tuple[int, ...]) -> Tensor:
+        """The tensor of this shape, from one of the stored shape."""
+        one_byte = stored.view(torch.uint8) if stored.element_size() == 1 else stored
+        turned = one_byte.transpose(-1, -2) if self.transposed else one_byte
+        rows = turned[self.first :: self.step][: shape[0]] if shape else turned
+        if self.repeat > 1:
+            rows = rows.repeat_interleave(self.repeat, -1)
+        return rows.contiguous().view(stored.dtype).reshape(shape)
+
+
+class Taken(Protocol):
+    """What a tensor's bytes must go through: `stored` and `dtype` of the bytes ("": its own)."""
+
+    @property
+    def stored(self) -> tuple[int, ...]:
+        """The shape of the bytes."""
+
+    @property
+    def dtype(self) -> str:
+        """The dtype of the bytes, "" for the tensor's own."""
+
+    def take(self, stored: Tensor, shape: tuple[int, ...]) -> Tensor:
+        """The tensor of this shape."""
 
 
 @dataclass(frozen=True)
@@ -66,7 +94,7 @@ class TensorInfo:
     start: int
     nbytes: int
     part_of: str = ""
-    cut: Cut | None = None
+    cut: Taken | None = None
 
     def __str__(self) -> str:
         return f"{self.name} {self.dtype} {list(self.shape)}"

@@ -7,17 +7,14 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from transcode.checkpoint import Checkpoint
-from transcode.config import refuse_packed
 from transcode.names import address, natural
-from transcode.recognise import Module, disagreements, quantization, recognise
+from transcode.recognise import Module, disagreements, quantization
+from transcode.unpacked import opened
 
 
 def inspect(source: Path) -> dict[str, Any]:
     """Read headers and configs only; what is wrong is listed, not raised."""
-    checkpoint = Checkpoint.open(source)
-    refuse_packed(checkpoint)
-    recognised = recognise(checkpoint)
+    checkpoint, recognised = opened(source)
     groups: dict[str, dict[str, Any]] = {}
     for module in recognised.modules.values():
         entry = groups.setdefault(

@@ -128,9 +128,14 @@ def make(checkpoint: Checkpoint, modules: Mapping[str, Module], options: Options
     return Plan(options, modules, stacks, shards)
 
 
+KEPT = ("source_global_scale", "source_input_scale", "activation_scale", "packed_global_scale")
+"""Leaves of a module that are no part of its meaning, or stand for another one."""
+
+
 def consumed(module: Module) -> Iterator[TensorInfo]:
-    """The tensors of a quantised module that become something else."""
+    """The tensors of a quantised module that become something else, or are another's words."""
     yield from module.parts.values()
+    yield from (module.leaves[leaf] for leaf in KEPT if leaf in module.leaves)
 
 
 def once(*outputs: Iterable[Output]) -> None:

@@ -75,9 +75,6 @@ def _unused(module: Module, form: Form) -> Iterator[TensorInfo]:
     stray = stray_input(module)
     if stray and (is_adapted(module) or not form.quantises_inputs(module.encoding)):
         yield stray
-    for leaf in ("source_global_scale", "source_input_scale", "activation_scale"):
-        if leaf in module.leaves:
-            yield module.leaf(leaf)
 
 
 def _configs(

@@ -37,7 +37,7 @@ def adapted(module: Module, form: Form) -> Module:
         return module
     scales = module.scales
     shape = (scales.shape[0], scales.shape[1] * 2)
-    own = scales.cut or Cut(scales.shape)
+    own = scales.cut if isinstance(scales.cut, Cut) else Cut(scales.shape)
     twice = replace(scales, shape=shape, nbytes=scales.nbytes * 2, cut=replace(own, repeat=2))
     dropped = (Role.INPUT, Role.SOURCE_INPUT)
     parts = {role: part for role, part in module.parts.items() if role not in dropped}

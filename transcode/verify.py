@@ -25,7 +25,7 @@ from transcode.config import (
     quantization_config,
     target_config,
 )
-from transcode.convert import decide, indexes, metadata_of, plan_for
+from transcode.convert import decide, indexes, metadata_of, plan_of
 from transcode.degrees import HIGHEST
 from transcode.destination import CHUNK, EXPERT_INDEX, MISLEADING
 from transcode.errors import CheckpointError, FormatError
@@ -39,6 +39,7 @@ from transcode.report import COMPLETE, report
 from transcode.rewrite_report import rewrite_report
 from transcode.rewritten import direct
 from transcode.stacks import Options
+from transcode.unpacked import opened
 
 UNIFY = ("fold", "rescale", "none", "keep")
 
@@ -49,11 +50,11 @@ def verify(source: Path, target: Path, device: torch.device) -> Iterator[str]:
     if not root.is_dir():
         raise CheckpointError(f"{target}: no such folder")
     written = read_json(root / "config.json").get("quantization_config")
-    checkpoint = Checkpoint.open(source)
+    checkpoint, recognised = opened(source)
     told = written if isinstance(written, dict) else {}
     packed = told.get("quant_method") == METHOD and told.get("layout") != "canonical"
     options = options_of(target, written) if packed else form_options(checkpoint, target)
-    plan = plan_for(checkpoint, options)
+    plan = plan_of(checkpoint, recognised, options)
     with reader() as read:
         job = decide(checkpoint, plan, read, device)
         found = dict[str, TensorInfo]()
