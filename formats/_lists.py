@@ -12,6 +12,8 @@ JOINED = ("qkv_proj", "gate_up_proj", "fused_qkv_a_proj", "in_proj_qkvz", "in_pr
 """What runtimes call linears that they join."""
 
 
+MLA = ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj")
+
 MEMBERS = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
 
 
@@ -26,12 +28,21 @@ def _container(name: str) -> bool:
 
 def without_traps(entries: Iterable[str], quantised: Iterable[str]) -> list[str]:
     """Entries that a search for substrings finds in no quantised module: `x.gate` as `x.gat[e]`,
-    which fnmatch and regexes take for the same, where `x.gate_up_proj` is quantised."""
+    which fnmatch and regexes take for the same, where `x.gate_up_proj` is quantised. SGLang takes
+    an entry that ends in one of MLA's leaves for that leaf of all layers: it becomes `x.*`."""
     names = set(quantised)
+    leaves = {name.rpartition(".")[2] for name in names} & set(MLA)
+    above = {name.rpartition(".")[0] for name in names}
     parents = {name.rpartition(".")[0] for name in names}
     names |= {f"{parent}.{leaf}" for parent in parents for leaf in JOINED}
     begun = {name[:i] for name in names for i in range(name.rfind(".") + 2, len(name))}
-    return [f"{e[:-1]}[{e[-1]}]" if e in begun else e for e in entries]
+    kept = dict[str, None]()
+    for entry in entries:
+        parent, _, leaf = entry.rpartition(".")
+        if leaf in leaves and parent not in above:
+            entry = f"{parent}.*"
+        kept[f"{entry[:-1]}[{entry[-1]}]" if entry in begun else entry] = None
+    return list(kept)
 
 
 def patterns(names: Sequence[str], others: Sequence[str]) -> list[str]:
@@ -66,10 +77,12 @@ def ignored(names: Iterable[str], quantised: Sequence[str]) -> list[str]:
     rest = "\n".join(quantised)
     found = list[str]()
     for name in names:
+        if not _container(name):
+            found.append(name)
+            continue
         wide = rf"{_generalised(name, numbers=False)}\..*"
         trap = re.search(f"^{wide}", rest, re.MULTILINE)
-        container = f"re:{re.escape(name)}\\..*" if trap else f"re:{wide}"
-        found.append(container if _container(name) else name)
+        found.append(f"re:{re.escape(name)}\\..*" if trap else f"re:{wide}")
     return found
 
 

@@ -11,7 +11,7 @@ from transcode.producer import SGLANG, VLLM, Configs, Producer, Target, Told
 
 
 def _describe(told: Told) -> Configs:
-    return Configs(None)
+    return Configs(None, dtype="bfloat16")
 
 
 PRODUCERS = (

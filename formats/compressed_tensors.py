@@ -19,7 +19,7 @@ Source: vllm-project/compressed-tensors 0.20.1, src/compressed_tensors/{compress
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from transcode.errors import FormatError
@@ -102,7 +102,7 @@ INPUTS = {
     (Encoding.MXFP4, "dynamic"): _args(4, "group", **MX) | {"dynamic": True},
     (Encoding.MXFP8, "dynamic"): _args(8, "group", **MX) | {"dynamic": True},
     (Encoding.FP8_TENSOR, "static"): _args(8, "tensor"),
-    (Encoding.FP8_TENSOR, "dynamic"): _args(8, "tensor", dynamic=True),
+    (Encoding.FP8_TENSOR, "dynamic"): _args(8, "token", dynamic=True),
     (Encoding.FP8_CHANNEL, "static"): _args(8, "tensor"),
     (Encoding.FP8_CHANNEL, "dynamic"): _args(8, "token", dynamic=True),
     (Encoding.FP8_BLOCK, "dynamic"): _args(8, "group", group_size=128, dynamic=True),
@@ -128,16 +128,22 @@ def describe(told: Told) -> Configs:
             "config_groups": groups,
             "format": formats.pop() if len(formats) == 1 else "mixed-precision",
             "ignore": ignored(told.plain, [m for modules in others for m in modules]),
-            "kv_cache_scheme": _args(8, "tensor") if told.kv else None,
+            "kv_cache_scheme": _kv_cache(told) if told.kv else None,
             "quant_method": "compressed-tensors",
             "quantization_status": "compressed",
         }
     )
 
 
+def _kv_cache(told: Told) -> dict[str, Any]:
+    """The source's own scheme if it is compressed-tensors' (it may be one scale a head)."""
+    own = told.source.get("kv_cache_scheme") if claims(told.source) else None
+    return own if isinstance(own, dict) else _args(8, "tensor")
+
+
 def _group(group: Group, told: Told, others: list[str]) -> dict[str, Any]:
     one = len(told.groups) == 1
-    targets = ["Linear"] if one else patterns(group.modules, others)
+    targets = _linears(group.modules) if one else patterns(group.modules, others)
     if group.encoding is Encoding.INT4:
         return _own(group, told) | {"targets": targets}
     format_, weights = WEIGHTS[group.encoding]
@@ -162,14 +168,23 @@ def _group(group: Group, told: Told, others: list[str]) -> dict[str, Any]:
     }
 
 
+def _linears(names: Sequence[str]) -> list[str]:
+    """The class of all linears, and a head, which runtimes keep in another class."""
+    heads = [r"re:.*lm_head$"] if any(n.endswith("lm_head") for n in names) else []
+    return ["Linear", *heads]
+
+
 def _own(group: Group, told: Told) -> dict[str, Any]:
     """The source's own group of INT4 weights, for modules that are carried."""
     groups = told.source.get("config_groups")
+    found = list[dict[str, Any]]()
     for own in groups.values() if isinstance(groups, dict) else ():
         weights = own.get("weights") if isinstance(own, dict) else None
         if isinstance(weights, dict) and weights.get("type") == "int":
-            return {**own, "format": own.get("format") or "pack-quantized"}
-    raise FormatError(f"{group.modules[0]}: INT4, but no group of the config describes it")
+            found.append({**own, "format": own.get("format") or "pack-quantized"})
+    if len(found) != 1:
+        raise FormatError(f"{group.modules[0]} is int4: {len(found)} groups of that, wanted one")
+    return found[0]
 
 
 PRODUCERS = (

@@ -37,6 +37,12 @@ def _fbgemm(config: Mapping[str, Any]) -> bool:
     return config.get("quant_method") == "fbgemm_fp8"
 
 
+def _said(source: Mapping[str, Any]) -> Any:
+    """The source's scale_fmt; of our canonical form, that of its own source."""
+    inner = source.get("source")
+    return source.get("scale_fmt") or (inner.get("scale_fmt") if isinstance(inner, dict) else None)
+
+
 def describe(told: Told) -> Configs:
     """quantization_config, with the full names of all linears that are not quantised."""
     group, *others = told.groups
@@ -47,7 +53,7 @@ def describe(told: Told) -> Configs:
         )
     if group.activations == "none":
         raise FormatError(f"{group.modules[0]}: 16 bit activations: deepseek-fp8 has no word")
-    powers = group.scales in ("U8", "F8_E8M0") or told.source.get("scale_fmt") == "ue8m0"
+    powers = group.scales in ("U8", "F8_E8M0") or _said(told.source) == "ue8m0"
     return Configs(
         {
             "activation_scheme": "dynamic",

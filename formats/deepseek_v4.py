@@ -22,6 +22,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+from transcode.errors import FormatError
 from transcode.producer import SGLANG, VLLM, Configs, Format, Leaf, Producer, Role, Target, Told
 from transcode.quant import Encoding
 
@@ -55,8 +56,24 @@ def claims(config: Mapping[str, Any]) -> bool:
     return config.get("quant_method") == "fp8"
 
 
+def _experts_only(told: Told) -> None:
+    """FormatError unless FP4 is for routed experts only, and routed experts are of one kind."""
+    names = {g.encoding: [n for n in g.modules if ".experts." in n] for g in told.groups}
+    for group in told.groups:
+        four = group.encoding is not Encoding.FP8_BLOCK
+        outside = next((n for n in group.modules if ".experts." not in n), "")
+        if four and outside:
+            raise FormatError(
+                f"{outside} is {group.encoding}: DeepSeek-V4 has that for experts only"
+            )
+    eight = names.get(Encoding.FP8_BLOCK)
+    if eight and any(names.get(e) for e in (Encoding.MXFP4, Encoding.NVFP4)):
+        raise FormatError(f"{eight[0]} is FP8 and other experts FP4: DeepSeek-V4 has one for all")
+
+
 def describe(told: Told) -> Configs:
     """quantization_config as DeepSeek's, with ModelOpt's words for NVFP4 experts."""
+    _experts_only(told)
     blocks = [g for g in told.groups if g.encoding is Encoding.FP8_BLOCK]
     four = any(g.encoding in (Encoding.MXFP4, Encoding.NVFP4) for g in told.groups)
     nvfp4 = [name for g in told.groups if g.encoding is Encoding.NVFP4 for name in g.modules]
@@ -90,7 +107,8 @@ def describe(told: Told) -> Configs:
             "producer": producer,
         }
         hf_quant = {"producer": producer, "quantization": repack}
-    return Configs(quantization, hf_quant, {"expert_dtype": "fp4" if four else "fp8"})
+    top = {"expert_dtype": "fp4" if four else "fp8"}
+    return Configs(quantization, hf_quant=hf_quant, top=top)
 
 
 PRODUCERS = (

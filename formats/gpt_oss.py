@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from transcode.errors import FormatError
 from transcode.producer import (
     SGLANG,
     VLLM,
@@ -53,6 +54,10 @@ def _claims(config: Mapping[str, Any]) -> bool:
 
 
 def _describe(told: Told) -> Configs:
+    """OpenAI's own words; FormatError for anything quantised but experts."""
+    for name in (name for group in told.groups for name in group.modules):
+        if ".experts." not in name:
+            raise FormatError(f"{name} is quantised: gpt-oss quantises experts only")
     return Configs({"modules_to_not_convert": PLAIN, "quant_method": "mxfp4"})
 
 

@@ -22,6 +22,7 @@ with `moe_quant_algo: NVFP4` (deepseek_v4.py).
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -151,6 +152,8 @@ def describe(told: Told) -> Configs:
     if told.kv == "FP8":
         quantization["kv_cache_scheme"] = {"dynamic": False, "num_bits": 8, "type": "float"}
     elif told.kv:
+        if not re.fullmatch(r"(NV|MX)?FP\d.*", told.kv):
+            raise FormatError(f"a KV cache in {told.kv}: ModelOpt has FP8; --drop-kv-scales")
         quantization["kv_cache_scheme"] = told.kv
     hf_quant = {
         "producer": WHO,
@@ -162,7 +165,7 @@ def describe(told: Told) -> Configs:
             "exclude_modules": plain,
         },
     }
-    return Configs(quantization, hf_quant)
+    return Configs(quantization, hf_quant=hf_quant)
 
 
 def _algorithm(group: Group) -> str:

@@ -140,6 +140,7 @@ LAYOUTS = (
         version=1,
         encoding=Encoding.NVFP4,
         title="vLLM's Marlin GEMM, 16-bit activations; no runtime loads it without our plug-in yet",
+        tilings={"weight": (CODES, 4), "weight_scale": (SCALES, 8), "bias": (BIAS, 16)},
         pad=pad,
         pad_experts=pad_experts,
         serves=serves,

@@ -183,7 +183,8 @@ def convert(
         guard(src, dst, overwrite=overwrite)
         checkpoint, plan = line.prepare(src, ask)
         if form:
-            require_loads(form, plan.modules, runtime)
+            model_type = checkpoint.text_config.get("model_type")
+            require_loads(form, plan.modules, plan.groups, model_type, runtime)
         if dry_run:
             say(json.dumps(outline(plan), indent=2) if as_json else describe(plan))
             return

@@ -73,7 +73,14 @@ def _without(checkpoint: Checkpoint) -> dict[str, Any]:
 
 def form_configs(checkpoint: Checkpoint, configs: Configs) -> dict[str, dict[str, Any]]:
     """config.json, and hf_quant_config.json if there is one, of a rewritten checkpoint."""
-    config = _without(checkpoint) | dict(configs.top)
+    config = _without(checkpoint)
+    config.pop("expert_dtype", None)  # DeepSeek-V4's: another form's experts are in another
+    config |= dict(configs.top)
+    text = config.get("text_config")
+    for block in (config, text if isinstance(text, dict) else {}):
+        for key in ("dtype", "torch_dtype"):
+            if configs.dtype and block.get(key) is not None:
+                block[key] = configs.dtype
     if configs.quantization is not None:
         config |= {"quantization_config": configs.quantization}
     beside = {"hf_quant_config.json": configs.hf_quant} if configs.hf_quant else {}
@@ -224,7 +231,7 @@ def _specific(group: Mapping[str, Any], module: Module) -> int:
 
 def _matches(pattern: str, name: str) -> bool:
     """Whether a pattern fits; one that repeats a repetition could run without end, and does not."""
-    if re.search(r"[+*}]\)+[+*{]", pattern):
+    if re.search(r"[+*}]\)+[+*{]|\|[^()]*\)+[+*{]", pattern):
         return False
     try:
         return re.match(pattern, name) is not None

@@ -14,14 +14,17 @@ from transcode.errors import FormatError, LossError
 from transcode.job import Job
 from transcode.names import natural
 from transcode.origins import origins
-from transcode.plan import Plan
+from transcode.outputs import POWERS
+from transcode.plan import Output, Plan
 from transcode.producer import Form, Role
+from transcode.quant import Encoding
 from transcode.recognise import Module
 from transcode.rewritten import SCALARS, input_factor, loss, made, turns, value
-from transcode.sayable import missing
+from transcode.sayable import layers_of, missing
 from transcode.settle import NAN, prepare
-from transcode.stacks import experts_of
 from transcode.unify import Unified, unify
+
+EIGHT = (Encoding.FP8_TENSOR, Encoding.FP8_CHANNEL, Encoding.FP8_BLOCK)
 
 
 def decide(checkpoint: Checkpoint, plan: Plan, read: Reader, device: torch.device) -> Job:
@@ -30,11 +33,15 @@ def decide(checkpoint: Checkpoint, plan: Plan, read: Reader, device: torch.devic
     assert form is not None
     unified = unify(checkpoint, plan, read)
     quantised = {n: m for n, m in plan.modules.items() if m.format is not None}
+    if not form.producer.verbatim:
+        _sound(quantised, read)
     cleaned = frozenset(_cleaned(quantised, unified, form, read))
     filled = dict(_filled(quantised, form, read))
     job = Job(plan, unified, {}, read, device, (), origins(checkpoint), cleaned, filled)
     for output in plan.outputs():
         recipe = output.recipe
+        if recipe and recipe.leaf and recipe.role in SCALARS and not form.producer.verbatim:
+            _finite(output, job)
         if recipe and recipe.leaf and recipe.role in (Role.SCALES, Role.GLOBAL, Role.INPUT):
             cast = any(m.parts[recipe.role].dtype != output.dtype for g in recipe.groups for m in g
                        if recipe.role in m.parts)  # fmt: skip
@@ -44,6 +51,26 @@ def decide(checkpoint: Checkpoint, plan: Plan, read: Reader, device: torch.devic
     if plan.options.exact:
         _exact(job)
     return job
+
+
+def _sound(quantised: Mapping[str, Module], read: Reader) -> None:
+    """Raise FormatError for an FP8 scale that is NaN, infinite or negative."""
+    for module in quantised.values():
+        if module.encoding not in EIGHT or module.scales.dtype in POWERS:
+            continue
+        scales = read.tensor(module.scales).float()
+        if not (scales.isfinite() & (scales >= 0)).all():
+            bad = scales[~(scales.isfinite() & (scales >= 0))].flatten()[0]
+            raise FormatError(f"{module.scales.name} holds {bad:g}, wanted finite numbers >= 0")
+
+
+def _finite(output: Output, job: Job) -> None:
+    """Raise FormatError for a scalar that has no finite number in the target's sense."""
+    recipe = output.recipe
+    assert recipe is not None
+    for module in (m for group in recipe.groups for m in group):
+        if not torch.isfinite(value(recipe, module, "F32", job)):
+            raise FormatError(f"{module.name}: its {recipe.role} has no finite reciprocal")
 
 
 def _exact(job: Job) -> None:
@@ -97,13 +124,12 @@ def _filled(
             f"number > 0 ({len(wanting)} in all); --fill-input-scale takes the largest of its "
             "layer's experts"
         )
-    for experts in experts_of(quantised).values():
-        for part in ("gate", "up", "down"):
-            row = [e[part].name for e in experts.values() if part in e]
-            valid = [factors[n] for n in row if n in factors and n not in wanting]
-            for name in wanting.intersection(row) if valid else ():
-                yield name, torch.stack(valid).max()
-                wanting -= {name}
+    for members in (row for layer in layers_of(quantised) for row in layer):
+        row = [m.name for m in members]
+        valid = [factors[n] for n in row if n in factors and n not in wanting]
+        for name in wanting.intersection(row) if valid else ():
+            yield name, torch.stack(valid).max()
+            wanting -= {name}
     if wanting:
         raise FormatError(
             f"{min(wanting, key=natural)}: no valid input scale to take another's for"

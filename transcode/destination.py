@@ -7,6 +7,7 @@ import os
 import shutil
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from transcode.checkpoint import Checkpoint
 from transcode.errors import CheckpointError, DestinationError
 from transcode.files import INDEX, PLAN, REPORT, UNFINISHED, read_json, resolved
 from transcode.header import TensorInfo, is_text, layout
+from transcode.origins import origins
 from transcode.plan import OutputShard, Plan
 from transcode.stacks import Options
 
@@ -80,6 +82,7 @@ def identity(checkpoint: Checkpoint, plan: Plan, version: str) -> dict[str, Any]
         "tp": options.tp,
         "shard_size": options.shard_size,
         "source": checkpoint.fingerprint(),
+        "origin": asdict(origins(checkpoint)) if options.form else None,
         "last change of each shard": [shard.header.changed for shard in checkpoint.shards],
         "config": checkpoint.config,
         "hf_quant_config": checkpoint.hf_quant_config,

@@ -13,6 +13,7 @@ from math import prod
 
 from transcode.errors import FormatError
 from transcode.header import Cut, TensorInfo, bytes_of
+from transcode.names import family
 from transcode.producer import Fusion, Producer, Role, Shape
 
 STACKED = re.compile(r"(?P<container>.+\.experts)\.(?P<tensor>[a-z]\w*)")
@@ -30,10 +31,12 @@ def expand(
     producers: tuple[Producer, ...],
     model_type: str,
     names: Mapping[str, tuple[str, ...]],
+    hidden: int,
 ) -> tuple[dict[str, TensorInfo], dict[str, str]]:
     """All tensors with stacked quantised experts taken apart, and why some could not be.
 
     names: the leaves of (gate,) up, down by container, where a config keeps them.
+    hidden: the model's hidden size, 0 if the config has none.
     """
     found, wrong = dict[str, TensorInfo](), dict[str, str]()
     stacked: dict[str, dict[str, TensorInfo]] = {}
@@ -53,7 +56,8 @@ def expand(
         apart = list[TensorInfo]()
         if fusion := _fitting(parts, producers, model_type):
             try:
-                apart = [*_apart(container, parts, fusion, names.get(container))]
+                turned = _Turned(fusion, model_type, hidden)
+                apart = [*_apart(container, parts, turned, names.get(container))]
             except FormatError as error:
                 wrong[container] = str(error)
         used = {info.part_of for info in apart}
@@ -104,10 +108,11 @@ class _Stem:
 def _apart(
     container: str,
     parts: Mapping[str, TensorInfo],
-    fusion: Fusion,
+    turned: _Turned,
     names: tuple[str, ...] | None,
 ) -> Iterator[TensorInfo]:
     """Every expert's tensors."""
+    fusion = turned.fusion
     roles = ("gate", "up", "down")[-len(names) :] if names else tuple(LEAVES)
     leaves = dict(zip(roles, names or LEAVES.values(), strict=True))
     for stem, halves in ((fusion.up, roles[:-1]), (fusion.down, ("down",))):
@@ -117,7 +122,7 @@ def _apart(
         if len(codes.shape) != 3 + len(fusion.tail) or not codes.nbytes:
             raise FormatError(f"{codes}: wanted the codes of stacked experts, [E, ...]")
         scales = parts.get(stem + fusion.suffixes[Role.SCALES])
-        how = _Stem(codes.shape[0], halves, _transposed(codes, scales, fusion))
+        how = _Stem(codes.shape[0], halves, turned.of(codes, scales, up=stem == fusion.up))
         for role, suffix in fusion.suffixes.items():
             info = parts.get(stem + suffix)
             for e in range(how.experts if info else 0):
@@ -128,13 +133,32 @@ def _apart(
                     yield replace(part, name=name, part_of=info.name)
 
 
-def _transposed(codes: TensorInfo, scales: TensorInfo | None, fusion: Fusion) -> bool:
-    """Whether codes lie `[E, K, N]`: block scales tell, else the producer's habit."""
-    if fusion.tail or not scales or len(scales.shape) != 3 or not _small(scales):
-        return fusion.transposed
-    (_, a, b), (_, c, d) = codes.shape, scales.shape
-    by_rows, by_columns = a == c and b > d, b == d and a > c
-    return fusion.transposed if by_rows == by_columns else by_columns
+@dataclass(frozen=True)
+class _Turned:
+    """Whether codes lie `[E, K, N]`: block scales tell, else the hidden size, else the family."""
+
+    fusion: Fusion
+    model_type: str
+    hidden: int
+
+    def of(self, codes: TensorInfo, scales: TensorInfo | None, *, up: bool) -> bool:
+        """FormatError where nothing tells."""
+        if self.fusion.tail or self.fusion.up == "w13":
+            return self.fusion.transposed
+        _, a, b = codes.shape
+        if scales and len(scales.shape) == 3 and _small(scales):
+            _, c, d = scales.shape
+            rows, columns = a == c and b > d, b == d and a > c
+        else:
+            packed = 2 if codes.dtype in ("U8", "I8") else 1
+            rows = self.hidden == (b * packed if up else a)
+            columns = self.hidden == (a * packed if up else b)
+        if rows != columns:
+            return columns
+        own = family(self.model_type).fused
+        if own is None:
+            raise FormatError(f"{codes}: which axis is hidden ({self.hidden or 'not told'})?")
+        return own.transposed
 
 
 def _small(scales: TensorInfo) -> bool:

@@ -10,6 +10,7 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from transcode.catalog import producer
 from transcode.checkpoint import Checkpoint
 from transcode.errors import FormatError
 from transcode.header import TensorInfo
@@ -26,6 +27,9 @@ SPELLINGS = {
 }
 """How a scale's name goes on after its attention module's, the first that fits."""
 
+KEYS = ("kv_cache_scheme", "kv_cache_quant_algo", "kv_cache")
+"""Where a config says how the cache is stored; null is an answer too."""
+
 ENDS = ("k_scale", "v_scale", "kv_scale", "_proj.output_scale")
 
 
@@ -40,21 +44,17 @@ def spelled(name: str) -> tuple[str, str, str]:
 def scheme(checkpoint: Checkpoint) -> str:
     """What the configs say of the KV cache: "FP8", another word, or ""."""
     config, _ = quantization(checkpoint)
-    for source in (config, config.get("quantization"), checkpoint.hf_quant_config or {}):
-        if not isinstance(source, dict):
-            continue
-        inner = source.get("quantization")
-        places: list[Mapping[str, Any]] = [source, inner if isinstance(inner, dict) else {}]
-        for key in ("kv_cache_scheme", "kv_cache_quant_algo", "kv_cache"):
-            for place in places:
-                if told := place.get(key):
-                    return _word(told)
+    beside = checkpoint.hf_quant_config if producer("modelopt").claims(config) else None
+    for source in (config, config.get("quantization"), (beside or {}).get("quantization")):
+        told = source if isinstance(source, dict) else {}
+        if key := next((key for key in KEYS if key in told), ""):
+            return _word(told[key])
     return "FP8" if config.get("kv_cache_quant_config") else ""
 
 
 def _word(told: Any) -> str:
     if not isinstance(told, dict):
-        return str(told).upper()
+        return told.upper() if isinstance(told, str) else ""
     bits = told.get("num_bits")
     return "FP8" if bits == 8 and told.get("type", "float") == "float" else f"{bits} bit"
 
@@ -87,6 +87,8 @@ def _outputs(
         for letter in which:
             target, shape = form.producer.kv.format(attention, letter), form.producer.kv_shape
             if info.shape not in ((), (1,)):
+                if form.producer.verbatim:
+                    target = name
                 if target != name:
                     raise FormatError(f"{info}: one scale a head; --drop-kv-scales leaves it out")
                 shape = info.shape

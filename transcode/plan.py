@@ -10,7 +10,7 @@ from transcode.checkpoint import Checkpoint
 from transcode.errors import FormatError
 from transcode.header import BITS, TensorInfo, bytes_of
 from transcode.names import natural
-from transcode.producer import Configs, Fusion, Leaf, Role
+from transcode.producer import Configs, Fusion, Group, Leaf, Role
 from transcode.recognise import Module
 from transcode.stacks import Options, Stack, dense_stacks, expert_stacks
 
@@ -83,6 +83,7 @@ class Plan:
     """Everything that `convert` will write.
 
     configs: what a rewritten checkpoint's configs say; None for a kernel's layout.
+    groups: its quantised modules, by what is said of them.
     notes: what a user should know, as far as headers tell.
     """
 
@@ -91,6 +92,7 @@ class Plan:
     stacks: tuple[Stack, ...]
     shards: tuple[OutputShard, ...]
     configs: Configs | None = None
+    groups: tuple[Group, ...] = ()
     notes: tuple[str, ...] = ()
 
     def outputs(self) -> Iterator[Output]:

@@ -134,9 +134,10 @@ class Told:
 @dataclass(frozen=True)
 class Configs:
     """What is written: `quantization_config` (None: none), hf_quant_config.json, and other keys of
-    config.json."""
+    config.json. dtype: the weights' where they are decoded."""
 
     quantization: dict[str, Any] | None
+    dtype: str = ""
     hf_quant: dict[str, Any] | None = None
     top: Mapping[str, Any] = field(default_factory=dict)
 

@@ -16,10 +16,10 @@ from transcode.checkpoint import Checkpoint
 from transcode.errors import FormatError
 from transcode.fused import expand
 from transcode.header import BITS, TensorInfo
-from transcode.names import address
+from transcode.names import PROJECTIONS, address
 from transcode.producer import Format, Producer, Role
 from transcode.quant import Encoding
-from transcode.sniff import sniff, tile_of
+from transcode.sniff import Tiles, sniff
 
 SCALES = ("weight_scale", "weight_scale_2", "weight_global_scale", "weight_scale_inv")
 """Leaves that make no sense without a weight."""
@@ -30,6 +30,7 @@ REFUSED = {
     "weight_zero_point": "an asymmetric encoding",
     "weight_g_idx": "columns in activation order",
     "input_rotation": "the activations must be rotated",
+    "prescale": "the activations must be multiplied by it (Quark)",
     "qweight": "GPTQ or AWQ",
 }
 """Leaves that change what the weight means, and why no target here can say so."""
@@ -133,10 +134,9 @@ class Recognised:
 def recognise(checkpoint: Checkpoint) -> Recognised:
     """Every module of the checkpoint and every contradiction among its tensors."""
     config = quantization(checkpoint)[0]
-    stored = checkpoint.tensors
-    names = stacked_names(config)
     model_type = str(checkpoint.text_config.get("model_type"))
-    tensors, wrong = expand(stored, producers(), model_type, names)
+    tensors, wrong = one_by_one(checkpoint)
+    tiles = Tiles.of(config)
     problems = [Problem(where, message) for where, message in wrong.items()]
     parts: dict[str, dict[str, TensorInfo]] = {}
     for name, info in tensors.items():
@@ -150,7 +150,7 @@ def recognise(checkpoint: Checkpoint) -> Recognised:
     modules = dict[str, Module]()
     for name, leaves in parts.items():
         try:
-            module_ = _module(name, leaves, config, model_type)
+            module_ = _module(name, leaves, config, model_type, tiles)
         except FormatError as error:
             problems.append(Problem(name, str(error)))
         else:
@@ -158,6 +158,18 @@ def recognise(checkpoint: Checkpoint) -> Recognised:
                 modules[name] = module_
     problems += _twins(modules)
     return Recognised(modules, tuple(problems))
+
+
+def one_by_one(checkpoint: Checkpoint) -> tuple[dict[str, TensorInfo], dict[str, str]]:
+    """All tensors with stacked experts taken apart (fused.py), and why some could not be."""
+    names = stacked_names(quantization(checkpoint)[0])
+    model_type = str(checkpoint.text_config.get("model_type"))
+    hidden = checkpoint.text_config.get("hidden_size")
+    width = hidden if isinstance(hidden, int) else 0
+    return expand(checkpoint.tensors, producers(), model_type, names, width)
+
+
+EXPERT = ("gate", "up", "down")
 
 
 def stacked_names(config: Mapping[str, Any]) -> dict[str, tuple[str, ...]]:
@@ -168,7 +180,9 @@ def stacked_names(config: Mapping[str, Any]) -> dict[str, tuple[str, ...]]:
     return {
         container: tuple(leaves)
         for container, leaves in names.items()
-        if isinstance(leaves, list) and len(leaves) in (2, 3) and set(map(type, leaves)) == {str}
+        if isinstance(leaves, list)
+        and all(isinstance(leaf, str) for leaf in leaves)
+        and tuple(PROJECTIONS.get(leaf) for leaf in leaves) in (EXPERT, EXPERT[1:])
     }
 
 
@@ -197,7 +211,11 @@ def _fused(info: TensorInfo) -> str:
 
 
 def _module(
-    name: str, leaves: dict[str, TensorInfo], config: Mapping[str, Any], model_type: str
+    name: str,
+    leaves: dict[str, TensorInfo],
+    config: Mapping[str, Any],
+    model_type: str,
+    tiles: Tiles,
 ) -> Module | None:
     if "qweight" in leaves:
         raise FormatError(f"qweight: {REFUSED['qweight']} is not read here")
@@ -216,7 +234,7 @@ def _module(
             scale = next((leaves[s] for s in BLOCK_SCALES if s in leaves), "second scale")
             raise FormatError(f"{weight} is not quantised, but has a {scale}")
         return Module(name, Encoding.UNQUANTISED, weight.shape, leaves, None)
-    found = sniff(leaves, tile_of(config))
+    found = sniff(leaves, tiles.around(name))
     if Role.GLOBAL in found.parts and (refused := [leaf for leaf in leaves if leaf in REFUSED]):
         raise FormatError(f"{refused[0]} cannot be carried: {REFUSED[refused[0]]}")
     format_ = _format(found.encoding, leaves, config, model_type)
@@ -232,6 +250,8 @@ def _module(
                 raise FormatError(f"{info}: wanted one {info.dtype}")
             parts.setdefault(Role.INPUT, replace(info, shape=()))
     if "bias" in leaves:
+        if found.shape and leaves["bias"].shape != found.shape[:1]:
+            raise FormatError(f"{leaves['bias']}: wanted [{found.shape[0]}]")
         parts[Role.BIAS] = leaves["bias"]
     return Module(name, found.encoding, found.shape, leaves, format_, parts, found.block)
 
@@ -274,6 +294,11 @@ def require_known(checkpoint: Checkpoint, recognised: Recognised) -> None:
     if method in INSTEAD and (recognised.problems or not nvfp4):
         first = f" ({recognised.problems[0].where})" if recognised.problems else ""
         raise FormatError(f"quant_method {method!r} is not read here{first}: {INSTEAD[method]}")
+    for key in ("transform_config", "sparsity_config"):
+        told = quantization(checkpoint)[0].get(key)
+        dense = isinstance(told, dict) and told.get("format") == "dense"
+        if told and not dense:
+            raise FormatError(f"{key}: the weights are transformed or sparse: not read here")
     recognised.require_sound()
 
 

@@ -15,14 +15,15 @@ from transcode.names import family, natural
 from transcode.origins import origins
 from transcode.outputs import single, stacked
 from transcode.plan import Kind, Output, Plan, consumed, cut, once
-from transcode.producer import Configs, Form, Role
+from transcode.producer import Form, Role
 from transcode.quant import Encoding
-from transcode.recognise import Module
+from transcode.recognise import Module, quantization
 from transcode.sayable import (
     adapted,
     is_adapted,
     missing,
     require_encodings,
+    require_experts,
     require_family,
     stray_input,
 )
@@ -39,6 +40,7 @@ def make(checkpoint: Checkpoint, modules: Mapping[str, Module], options: Options
     known = {name: adapted(module, form) for name, module in modules.items()}
     quantised = {n: m for n, m in known.items() if m.encoding is not Encoding.UNQUANTISED}
     require_encodings(quantised, form)
+    require_experts(checkpoint, known)
     source, filled = origins(checkpoint), missing(quantised, form)
     layers = [*containers(checkpoint, quantised, form)]
     inside = {m.name for _, groups in layers for part in groups.values() for g in part for m in g}
@@ -61,11 +63,13 @@ def make(checkpoint: Checkpoint, modules: Mapping[str, Module], options: Options
     ]
     once(outputs, kv_scales, copies)
     names = {standard(n) if m.name in quantised else n: m for n, m in known.items()}
-    configs = _configs(checkpoint, form, names, outputs, word)
+    assert form.producer.describe is not None
+    told = tell(checkpoint, form, names, outputs, word, filled)
+    configs = form.producer.describe(told)
     shards = cut("model", [*outputs, *kv_scales, *copies], options.shard_size)
     notes = tuple(_notes(checkpoint, quantised, form, len(taken)))
     return Plan(options, known, tuple(stacks(checkpoint, quantised, layers)),
-                tuple(shards), configs, notes)  # fmt: skip
+                tuple(shards), configs, told.groups, notes)  # fmt: skip
 
 
 def _unused(module: Module, form: Form) -> Iterator[TensorInfo]:
@@ -77,17 +81,6 @@ def _unused(module: Module, form: Form) -> Iterator[TensorInfo]:
         yield stray
 
 
-def _configs(
-    checkpoint: Checkpoint,
-    form: Form,
-    names: Mapping[str, Module],
-    outputs: list[Output],
-    kv: str,
-) -> Configs:
-    assert form.producer.describe is not None
-    return form.producer.describe(tell(checkpoint, form, names, outputs, kv))
-
-
 def _notes(
     checkpoint: Checkpoint, quantised: Mapping[str, Module], form: Form, kv_scales: int
 ) -> Iterator[str]:
@@ -95,6 +88,11 @@ def _notes(
     decoded = not (form.producer.formats or form.fused)
     if decoded and family(model_type).fused and experts_of(quantised):
         yield f"{model_type!r} keeps its BF16 experts stacked; --fused writes them so"
+    config = quantization(checkpoint)[0]
+    if "W4A16" in str(config.get("quant_algo")).upper() and any(
+        Role.INPUT in m.parts for m in quantised.values()
+    ):
+        yield "quant_algo says 16 bit activations, but input scales are there: they are believed"
     compressed = {m.format.producer for m in quantised.values() if m.format}
     if model_type == "gpt_oss" and "compressed-tensors" in compressed:
         yield (

@@ -6,6 +6,7 @@ Like a packing's it holds no time, host, user or absolute path. `origin` is for 
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
@@ -19,10 +20,11 @@ from transcode.job import Job
 from transcode.loads import loaders
 from transcode.origins import hexed, key
 from transcode.plan import Output
-from transcode.producer import Form, Role
+from transcode.producer import Form, Loads, Role
 from transcode.recognise import disagreements
 from transcode.report import COMPLETE
 from transcode.rewritten import SCALARS, loss, turns, value
+from transcode.settle import change, prepare
 from transcode.told import standard
 
 
@@ -55,11 +57,12 @@ def rewrite_report(checkpoint: Checkpoint, job: Job, companions: Sequence[str]) 
             "shard_size": plan.options.shard_size,
         },
         "source": checkpoint.fingerprint(),
-        "loads_in": [asdict(loads) for loads in loaders(form, plan.modules)],
+        "loads_in": [asdict(loads) for loads in _loaders(checkpoint, job)],
         "modules": dict(Counter(str(m.encoding) for m in plan.modules.values())),
         "proved": _proved(job),
         "unified": [asdict(d) for d in unified.decisions],
         "scaled": dict(unified.scaled),
+        "rescaled": _rescaled(job),
         "folded_into": dict(unified.folds),
         "zero_matrices": zero,
         "cleaned_scales": sorted(job.cleaned),
@@ -71,6 +74,26 @@ def rewrite_report(checkpoint: Checkpoint, job: Job, companions: Sequence[str]) 
         "origin": {"dtypes": _dtypes(outputs), "reciprocals": reciprocals},
         "notes": [*_notes(checkpoint, job, len(reciprocals), turned, zero)],
     }
+
+
+def _loaders(checkpoint: Checkpoint, job: Job) -> list[Loads]:
+    form = job.plan.options.form
+    assert form is not None
+    model_type = checkpoint.text_config.get("model_type")
+    return loaders(form, job.plan.modules, job.plan.groups, model_type)
+
+
+def _rescaled(job: Job) -> dict[str, Any]:
+    """How many block scales were rounded again, by how much, and how many became zero."""
+    scales = fallen = 0
+    worst = 0.0
+    for name in job.unified.multiplier:
+        module = job.plan.modules[name]
+        source, now = job.read.tensor(module.scales).float(), prepare(module, job.unified, job.read)
+        count, by = change(module, now, job.unified, job.read)
+        zero = int(((now.float() == 0) & (source.nan_to_num(0.0) != 0)).sum())
+        scales, fallen, worst = scales + count, fallen + zero, max(worst, by)
+    return {"scales": scales, "by_at_most": worst, "to_zero": fallen}
 
 
 def _proved(job: Job) -> dict[str, str]:
@@ -126,7 +149,7 @@ def _notes(
     yield from disagreements(checkpoint, job.plan.modules)
     yield from job.plan.notes
     form = job.plan.options.form
-    if form and not loaders(form, job.plan.modules):
+    if form and not _loaders(checkpoint, job):
         yield f"no runtime that was read loads this from {form.target.name} (docs/formats.md)"
     kept = [d for d in job.unified.decisions if d.how == "keep"]
     if kept:
@@ -142,7 +165,13 @@ def _notes(
             "LoRA adapters for them need --unify rescale"
         )
     if job.unified.multiplier:
-        yield f"block scales of {len(job.unified.multiplier)} matrices rounded again"
+        told = _rescaled(job)
+        yield (
+            f"block scales of {len(job.unified.multiplier)} matrices rounded again: "
+            f"{told['scales']}, by {told['by_at_most']:.1%} at most, {told['to_zero']} to zero"
+        )
+    if bad := [name for name, loss in job.losses.items() if loss == math.inf]:
+        yield f"{len(bad)} matrices hold NaN or infinity, as the source says, {bad[0]} among them"
     if inexact:
         yield (
             f"{inexact} of {turned} scalars are not the exact reciprocal of the source's (1 ulp, "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 
 import torch
@@ -12,13 +13,13 @@ from transcode.errors import FormatError, LossError
 from transcode.fold import scaled
 from transcode.header import TensorInfo
 from transcode.job import Job
+from transcode.outputs import POWERS
 from transcode.plan import Output, Recipe
 from transcode.producer import Fusion, Leaf, Role
 from transcode.quant import decode, exponents, powers
 from transcode.recognise import Module
 from transcode.settle import prepare
 
-POWERS = ("U8", "F8_E8M0")
 SCALARS = {Role.GLOBAL: Role.SOURCE_GLOBAL, Role.INPUT: Role.SOURCE_INPUT}
 """The scalars that producers store in two senses, and where ours keeps them word for word."""
 
@@ -82,9 +83,9 @@ def _one(recipe: Recipe, output: Output, job: Job) -> Tensor:
         worst = float(values.max() / values.min())
         if recipe.role is Role.INPUT and job.plan.options.unify != "keep":
             return values.max()
+        how = "--unify rescale makes them one" if recipe.role in SCALARS else "leave out --fused"
         raise LossError(
-            f"{output.name}: one scalar for all experts, but theirs differ {worst:.4g}-fold; "
-            "--unify rescale makes them one"
+            f"{output.name}: one scalar for all experts, theirs differ {worst:.4g}-fold; {how}"
         )
     return values[0]
 
@@ -141,11 +142,11 @@ def _scalar(module: Module, role: Role, leaf: Leaf, job: Job) -> Tensor:
         if Role.INPUT not in module.parts:
             return torch.tensor(float("nan"))  # word for word: there is none
         return _turned(module, role, job.read.tensor(module.parts[role]), leaf, job)
-    if ratio is not None:
-        return 1.0 / unified.g[module.name] if leaf.divisor else unified.g[module.name]
     owner = unified.owner.get(module.name, module.name)
     if unified.scalars[owner].zero and _revalued(module, job):
         return torch.tensor(1.0)  # the block scales are zero
+    if ratio is not None:
+        return 1.0 / unified.g[module.name] if leaf.divisor else unified.g[module.name]
     return _turned(job.plan.modules[owner], role, unified.scalars[owner].stored, leaf, job)
 
 
@@ -210,7 +211,10 @@ def _cast(value: Tensor, info: TensorInfo, dtype: str) -> Tensor:
             raise FormatError(f"{info}: wanted E8M0, but {error}") from None
     cast = value.to(wanted)
     if not torch.equal(cast.double(), value.double()):
-        raise FormatError(f"{info}: not exact in {dtype}")
+        told = ", as which its transcode_report.json says it began: remove that" * (
+            info.dtype == "F32"
+        )
+        raise FormatError(f"{info}: not exact in {dtype}{told}")
     return cast
 
 
@@ -239,6 +243,9 @@ def loss(output: Output, job: Job) -> float:
         worst = 0.0
         for module in (m for group in recipe.groups for m in group):
             exact = decoded(module, job)
+            if not exact.isfinite().all():
+                job.losses[module.name] = math.inf  # NaN or infinite, as the source says
+                exact = exact.nan_to_num(0.0, 0.0, 0.0)
             error = (exact.to(DTYPES[output.dtype]).float() - exact).abs()
             normal = exact.abs() >= torch.finfo(torch.float32).tiny
             worst = max(

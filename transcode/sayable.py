@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
 from transcode.checkpoint import Checkpoint
 from transcode.errors import FormatError
 from transcode.header import Cut, TensorInfo
-from transcode.names import natural
+from transcode.names import GATE_UP, QKV, W1_W3, address, natural
 from transcode.producer import Form, Role
 from transcode.quant import Encoding
 from transcode.recognise import REFUSED, Module
-from transcode.stacks import experts_of
+from transcode.stacks import all_there, experts_of
 
 
 def require_family(checkpoint: Checkpoint, form: Form) -> None:
@@ -75,21 +75,22 @@ def _general(form: Form) -> str:
 
 
 def missing(quantised: Mapping[str, Module], form: Form) -> frozenset[str]:
-    """Experts without an input scale beside others of their layer and projection that have one.
+    """Modules without an input scale beside others that have one: experts of a layer, or linears
+    that see the same input.
 
-    FormatError unless they are to be filled in, or none is written.
+    FormatError unless they are to be filled in, or none is written, or no other of their row has
+    one to take.
     """
-    found = set[str]()
     wanted = (
         {}
         if form.producer.verbatim
         else {n: m for n, m in quantised.items() if form.quantises_inputs(m.encoding)}
     )
-    for experts in experts_of(wanted).values():
-        for part in ("gate", "up", "down"):
-            row = [e[part] for e in experts.values() if part in e]
-            without = {m.name for m in row if Role.INPUT not in m.parts}
-            found |= without if len(without) < len(row) else set()
+    found = set[str]()
+    for layer in layers_of(wanted):
+        every = {m.name for row in layer for m in row}
+        without = {m.name for row in layer for m in row if Role.INPUT not in m.parts}
+        found |= without if len(without) < len(every) else set()
     if found and not form.fill_input:
         first = min(found, key=natural)
         raise FormatError(
@@ -97,6 +98,48 @@ def missing(quantised: Mapping[str, Module], form: Form) -> frozenset[str]:
             "--fill-input-scale takes the largest of theirs"
         )
     return frozenset(found)
+
+
+def layers_of(modules: Mapping[str, Module]) -> Iterator[list[list[Module]]]:
+    """Rows of modules in one encoding that may lend each other an input scale, by layer: the same
+    projection of all experts; q, k and v; gate and up."""
+    for experts in experts_of(modules).values():
+        rows = [[e[p] for e in experts.values() if p in e] for p in ("gate", "up", "down")]
+        yield from _alike([row for row in rows if row])
+    for members in (QKV, GATE_UP, W1_W3):
+        for name, module in modules.items():
+            parent, _, leaf = name.rpartition(".")
+            if leaf == members[0] and address(name).expert is None:
+                row = [modules.get(f"{parent}.{member}") for member in members]
+                yield from _alike([[module, *(m for m in row[1:] if m)]])
+
+
+def _alike(rows: list[list[Module]]) -> Iterator[list[list[Module]]]:
+    """The rows of each encoding."""
+    for encoding in dict.fromkeys(m.encoding for row in rows for m in row):
+        same = [[m for m in row if m.encoding is encoding] for row in rows]
+        yield [row for row in same if row]
+
+
+def require_experts(checkpoint: Checkpoint, modules: Mapping[str, Module]) -> None:
+    """Raise FormatError for a layer that lacks an expert or a projection of one, or whose shapes
+    do not belong together. Layers without any quantised expert are not looked at."""
+    for container, experts in experts_of(modules).items():
+        parts = [m for e in experts.values() for m in e.values()]
+        if all(m.encoding is Encoding.UNQUANTISED for m in parts):
+            continue
+        all_there(container, experts, checkpoint)
+        first = experts[min(experts)]
+        for e, mine in experts.items():
+            if mine.keys() != first.keys():
+                differs = ", ".join(sorted(set(mine) ^ set(first)))
+                raise FormatError(f"{container}.{e}: experts 0 and {e} differ in {differs}")
+            gate, up, down = (mine[p].shape if p in mine else () for p in ("gate", "up", "down"))
+            if (gate and up and gate != up) or (up and down and up != down[::-1]):
+                raise FormatError(
+                    f"{container}.{e}: gate is {list(gate)}, up {list(up)}, down {list(down)}: "
+                    "they do not belong together"
+                )
 
 
 def is_adapted(module: Module) -> bool:

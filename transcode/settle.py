@@ -128,7 +128,7 @@ def settle(stack: Stack, unified: Unified, options: Options, read: Reader) -> Se
             if again:
                 zeros = int(source[0x00] + source[0x80] + source[[0x7F, 0xFF]].sum())
                 fallen += int(histograms[e, i, 0]) - zeros
-                changed, by = _change(module, scales, unified, read)
+                changed, by = change(module, scales, unified, read)
                 rounded, worst = rounded + changed, max(worst, by)
     g = torch.stack([unified.g[group[0].name].reshape(()) for group in stack.groups])
     lift, lifts = _lifts(layout, histograms, options.dtype)
@@ -156,7 +156,7 @@ def _histogram(scales: Tensor) -> Tensor:
     return torch.bincount(scales.view(torch.uint8).int().flatten(), minlength=256)
 
 
-def _change(module: Module, scales: Tensor, unified: Unified, read: Reader) -> tuple[int, float]:
+def change(module: Module, scales: Tensor, unified: Unified, read: Reader) -> tuple[int, float]:
     """How many scales rounding changed, and by how much at most where the result is normal."""
     source = read.tensor(module.scales).double()
     exact = torch.nan_to_num(source, 0.0) * unified.multiplier[module.name]

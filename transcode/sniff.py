@@ -5,7 +5,7 @@ Whoever wrote it: a scale's name and shape differ between producers, its meaning
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -15,6 +15,8 @@ from transcode.producer import Role, Shape
 from transcode.quant import Encoding
 
 FLOATS = ("F32", "BF16", "F16")
+POWERS = tuple(1 << i for i in range(4, 16))
+"""Sizes that a tile may have where no config says it."""
 
 
 @dataclass(frozen=True)
@@ -28,27 +30,55 @@ class Found:
     block: tuple[int, int] | None = None
 
 
-def tile_of(config: Mapping[str, Any]) -> tuple[int, int] | None:
-    """The tile of block FP8, where a config says it."""
-    groups = config.get("config_groups")
-    told = [config.get("weight_block_size")]
-    for group in groups.values() if isinstance(groups, dict) else ():
-        weights = group.get("weights") if isinstance(group, dict) else None
-        told.append(weights.get("block_structure") if isinstance(weights, dict) else None)
-    for size in told:
-        if (
-            isinstance(size, list)
-            and len(size) == 2
-            and all(type(n) is int and n > 0 for n in size)
-        ):
-            return size[0], size[1]
+@dataclass(frozen=True)
+class Tiles:
+    """The tiles of block FP8 that a config speaks of: of single modules, and of no one in
+    particular."""
+
+    own: Mapping[str, tuple[int, int]]
+    others: tuple[tuple[int, int], ...]
+
+    @staticmethod
+    def of(config: Mapping[str, Any]) -> Tiles:
+        """Whatever key the producer has for it."""
+        found = [_tile(config.get("weight_block_size"))]
+        for group in _dicts(config.get("config_groups")):
+            found += [_tile(w.get("block_structure")) for w in _dicts([group.get("weights")])]
+        specs = [config.get("global_quant_config"), *_dicts(config.get("layer_quant_config"))]
+        for spec in _dicts(specs):
+            found += [_tile(w.get("block_size")) for w in _dicts([spec.get("weight")])]
+        own = {
+            name: tile
+            for group in _dicts(config.get("groups"))
+            if (tile := _tile(group.get("block"))) and isinstance(group.get("modules"), list)
+            for name in group["modules"]
+            if isinstance(name, str)
+        }
+        return Tiles(own, tuple(dict.fromkeys(tile for tile in found if tile)))
+
+    def around(self, module: str) -> tuple[tuple[int, int], ...]:
+        """What the config says that may be meant for a module."""
+        if module in self.own:
+            return (self.own[module],)
+        return self.others
+
+
+def _dicts(values: Any) -> list[dict[str, Any]]:
+    """Those of a dict's or list's values that are dicts."""
+    every = values.values() if isinstance(values, dict) else values
+    return [v for v in every if isinstance(v, dict)] if isinstance(every, Iterable) else []
+
+
+def _tile(size: Any) -> tuple[int, int] | None:
+    if isinstance(size, list) and len(size) == 2 and all(type(n) is int and n > 0 for n in size):
+        return size[0], size[1]
     return None
 
 
-def sniff(leaves: Mapping[str, TensorInfo], tile: tuple[int, int] | None) -> Found:
+def sniff(leaves: Mapping[str, TensorInfo], tiles: tuple[tuple[int, int], ...]) -> Found:
     """Raises FormatError, with what was found and wanted, for what is no encoding known here.
 
-    tile: what the config says of block FP8; believed where it fits the shapes.
+    tiles: what block FP8 may be cut into; the first that fits the shapes is believed.
     """
     for codes, scales, factor in (
         ("weight_packed", "weight_scale", "weight_global_scale"),
@@ -58,6 +88,9 @@ def sniff(leaves: Mapping[str, TensorInfo], tile: tuple[int, int] | None) -> Fou
             return _nvfp4(leaves, codes, scales, factor)
     weight = next(leaves[c] for c in ("weight_packed", "weight", "blocks") if c in leaves)
     names = ("weight_scale", "weight_scale_inv", "scale", "scales")
+    present = [leaves[s] for s in (*names, "weight_scale_2", "weight_global_scale") if s in leaves]
+    if len(present) > 1:
+        raise FormatError(f"{weight} has {present[0]} and {present[1]}, wanted one of them")
     scale = next((leaves[s] for s in names if s in leaves), None)
     if scale is None:
         raise FormatError(f"{weight} has no scale")
@@ -71,7 +104,7 @@ def sniff(leaves: Mapping[str, TensorInfo], tile: tuple[int, int] | None) -> Fou
         return _blocks_of_32(Encoding.MXFP4, weight, scale, 2 * weight.shape[1])
     if weight.dtype != "F8_E4M3":
         raise FormatError(f"{weight} with {scale}: no encoding known here")
-    return _fp8(weight, scale, tile)
+    return _fp8(weight, scale, tiles)
 
 
 def _is_nvfp4(leaves: Mapping[str, TensorInfo], codes: str, scales: str, factor: str) -> bool:
@@ -116,7 +149,7 @@ def _blocks_of_32(encoding: Encoding, weight: TensorInfo, scale: TensorInfo, k: 
     return Found(encoding, (n, k), {Role.CODES: weight, Role.SCALES: scale})
 
 
-def _fp8(weight: TensorInfo, scale: TensorInfo, tile: tuple[int, int] | None) -> Found:
+def _fp8(weight: TensorInfo, scale: TensorInfo, tiles: tuple[tuple[int, int], ...]) -> Found:
     n, k = weight.shape
     mx = scale.dtype in ("U8", "F8_E8M0")
     if mx and k % 32 == 0 and scale.shape == (n, k // 32):
@@ -132,13 +165,27 @@ def _fp8(weight: TensorInfo, scale: TensorInfo, tile: tuple[int, int] | None) ->
         return found(Encoding.FP8_TENSOR, ())
     if not mx and scale.shape in ((n,), (n, 1)) and n > 1:
         return found(Encoding.FP8_CHANNEL, (n,))
+    if not mx and n == 1 and scale.shape == (1, 1) and not tiles:
+        return found(Encoding.FP8_CHANNEL, (1,))
     for blocks in _as_blocks(scale.shape):
-        for size in (tile, (128, 128), (-(-n // blocks[0]), -(-k // blocks[1]))):
-            if size and blocks == (-(-n // size[0]), -(-k // size[1])):
+        for size in (*tiles, (128, 128), *(() if tiles else _guess((n, k), blocks))):
+            if blocks == (-(-n // size[0]), -(-k // size[1])):
                 return found(Encoding.FP8_BLOCK, blocks, size)
     if mx and scale.dtype == "U8":
         raise FormatError(f"{scale}: wanted {[n, k // 32]} (K = {k}, one scale per 32)")
     raise FormatError(f"{scale}: wanted one for each block of {[n, k]}")
+
+
+def _guess(shape: tuple[int, int], blocks: tuple[int, int]) -> Iterator[tuple[int, int]]:
+    """The tile of powers of two that cuts a shape into so many blocks: there is at most one for
+    an axis of several blocks; along an axis of one block it is the other axis'."""
+    sizes = [
+        next((t for t in POWERS if count > 1 and -(-n // t) == count), 0)
+        for n, count in zip(shape, blocks, strict=True)
+    ]
+    rows, columns = sizes[0] or sizes[1], sizes[1] or sizes[0]
+    if rows and columns:
+        yield rows, columns
 
 
 def _as_blocks(shape: Shape) -> list[tuple[int, int]]:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
 
 from transcode.quant import Encoding
+from transcode.tiling import Tiling
 
 
 @dataclass(frozen=True)
@@ -29,6 +30,7 @@ class Layout:
 
     `dtype` is the activation dtype, "bfloat16" or "float16". N and K are padded sizes.
 
+    tilings: the storage orders, by what is stored so, and the bits of an element.
     pad(rows, k): the padded sizes of matrices joined along N.
     pad_experts(hidden, intermediate, tp): the padded intermediate size of an MoE layer.
     serves(n, k): whether the kernel can tile a matrix of this size, as one rank may hold it.
@@ -46,6 +48,7 @@ class Layout:
     version: int
     encoding: Encoding
     title: str
+    tilings: Mapping[str, tuple[Tiling, int]]
     pad: Callable[[Sequence[int], int], Padded]
     pad_experts: Callable[[int, int, int], int]
     serves: Callable[[int, int], bool]

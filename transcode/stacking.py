@@ -64,6 +64,9 @@ def containers(
                 groups[f"{place}.{stem}"] = tuple(map(tuple, rows))
         if odd := [p for e in experts.values() for p in e if p not in ("gate", "up", "down")]:
             raise FormatError(f"{container}: {odd[0]!r} is no projection that is known here")
+        gated = all("gate" in e for e in experts.values())
+        if form.producer.formats and not form.producer.verbatim and not gated:
+            raise FormatError(f"{container}: {form.target.name} stacks gated experts only")
         yield fusion, groups
 
 
@@ -75,7 +78,7 @@ def _alike(container: str, rows: Sequence[Sequence[Module]], form: Form) -> None
             raise FormatError(f"{container}: experts differ in their projections")
         for m in row:
             mine, wanted = (m.encoding, m.shape), (first.encoding, first.shape)
-            if mine != wanted or m.parts.keys() != first.parts.keys():
+            if mine != wanted or _kinds(m) != _kinds(first):
                 raise FormatError(
                     f"{m.name} is {m.encoding} {list(m.shape)}, {first.name} is {first.encoding} "
                     f"{list(first.shape)}, or has other tensors: they cannot be stacked"

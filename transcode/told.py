@@ -26,15 +26,20 @@ def tell(
     modules: Mapping[str, Module],
     outputs: list[Output],
     kv: str,
+    filled: frozenset[str],
 ) -> Told:
-    """All that the target's configs say; `modules` by the names that they have in DST."""
+    """All that the target's configs say; `modules` by the names that they have in DST.
+
+    filled: the modules whose missing input scales are made up.
+    """
     stored = {id(m): o.dtype for o in outputs if (r := o.recipe) and r.role is Role.SCALES
               for g in r.groups for m in g}  # fmt: skip
+    quantised_as = activations(checkpoint)
     found: dict[tuple[Encoding, str, tuple[int, int] | None, str], list[str]] = {}
     for name, module in sorted(modules.items(), key=lambda m: natural(m[0])):
         if module.encoding is Encoding.UNQUANTISED:
             continue
-        how = activations(checkpoint, module)
+        how = "static" if module.name in filled else quantised_as(module)
         if how == "static" and not form.quantises_inputs(module.encoding):
             how = "none"
         dtype = stored.get(id(module), "")
@@ -74,7 +79,8 @@ def _plain(checkpoint: Checkpoint, modules: Mapping[str, Module]) -> Iterator[st
         match = STACKED.fullmatch(name)
         if match and _matrices(info) and match["container"] not in mixed:
             found[match["container"]] = None
-    tied = checkpoint.config.get("tie_word_embeddings", False)
+    configs = (checkpoint.config, checkpoint.text_config)
+    tied = any(config.get("tie_word_embeddings") for config in configs)
     if tied and not any(name.endswith("lm_head") for name in modules):
         found["lm_head"] = None
     yield from sorted(found, key=natural)

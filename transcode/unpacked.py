@@ -21,6 +21,7 @@ from transcode.catalog import layouts, producer
 from transcode.checkpoint import Checkpoint
 from transcode.errors import CheckpointError, FormatError
 from transcode.files import REPORT, read_json
+from transcode.formats.canonical import VERSION
 from transcode.header import TensorInfo, bytes_of
 from transcode.producer import Format, Role
 from transcode.quant import Encoding
@@ -90,6 +91,7 @@ def opened(path: Path) -> tuple[Checkpoint, Recognised]:
     checkpoint = Checkpoint.open(path)
     config = packed_config(checkpoint)
     if config is None:
+        _require_version(checkpoint)
         return checkpoint, recognise(checkpoint)
     modules = unpacked(checkpoint, config)
     source, used = config.get("source"), {t.stored_name for m in modules.values() for t in _all(m)}
@@ -109,6 +111,15 @@ def opened(path: Path) -> tuple[Checkpoint, Recognised]:
     )
     found = recognise(replace(as_source, tensors=rest))
     return as_source, Recognised(found.modules | modules, found.problems)
+
+
+def _require_version(checkpoint: Checkpoint) -> None:
+    """Raise FormatError for our own form in a version that is not known here."""
+    config = checkpoint.config.get("quantization_config")
+    ours = isinstance(config, dict) and producer("canonical").claims(config)
+    if config and ours and config.get("layout_version") != VERSION:
+        version = config.get("layout_version")
+        raise FormatError(f"canonical version {version}, wanted {VERSION}")
 
 
 def _rounded(checkpoint: Checkpoint) -> Iterator[str]:
@@ -131,7 +142,8 @@ def packed_config(checkpoint: Checkpoint) -> dict[str, Any] | None:
     config = checkpoint.config.get("quantization_config")
     if not isinstance(config, dict) or config.get("quant_method") != "transcode":
         return None
-    return config if config.get("layout") in layouts() else None
+    layout = config.get("layout")
+    return config if isinstance(layout, str) and layout in layouts() else None
 
 
 def unpacked(checkpoint: Checkpoint, config: Mapping[str, Any]) -> dict[str, Module]:

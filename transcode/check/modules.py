@@ -16,7 +16,6 @@ from transcode.check.declared import Declared
 from transcode.check.findings import Finding, listed, many
 from transcode.check.units import Unit, draft, units
 from transcode.checkpoint import Checkpoint
-from transcode.fused import expand
 from transcode.header import TensorInfo
 from transcode.names import address, family, natural
 from transcode.quant import Encoding
@@ -30,7 +29,7 @@ from transcode.recognise import (
     Module,
     Problem,
     Recognised,
-    stacked_names,
+    one_by_one,
 )
 from transcode.stacks import COUNTS, experts_of
 
@@ -75,9 +74,7 @@ def _problems(
     """What cannot be one module; encodings that are only not read here go to `unread`."""
     wrong = {p.where: p.message for p in problems}
     parts: dict[str, dict[str, TensorInfo]] = {where: {} for where in wrong}
-    model_type = str(checkpoint.text_config.get("model_type"))
-    names = stacked_names(declared.raw)
-    tensors, odd = expand(checkpoint.tensors, producers(), model_type, names)
+    tensors, odd = one_by_one(checkpoint)
     lone = {str(t) for n, t in tensors.items() if n.endswith("_blocks") and t.dtype == "U8"}
     for name, info in tensors.items():
         module, _, leaf = name.rpartition(".")
