@@ -1,13 +1,13 @@
 """Find the Tiling of a pack function by asking it, or of words that it once gave.
 
     python scripts/infer_layout.py transcode.kernels.marlin:pack_codes --bits 4
-    python scripts/infer_layout.py packer.py:pack --bits 8 --shapes 384x20,128x12,640x36
+    python scripts/infer_layout.py packer.py:pack --bits 8 --shapes 384x20,128x36
     python scripts/infer_layout.py 'words.safetensors:repack4.*.a80' --bits 4
 
 The function takes `[N, K]` elements and returns a tensor of the same bytes in an order of its own:
 uint8, int16 or int32 for 8, 16 and 32 bits, uint8 `[N, K/2]`, the even column in the low nibble,
-for 4 (`--dtype` views them as another dtype). A shape of one number asks with a vector. A file of
-words has pairs of tensors, `NAME.in` in that form and `NAME.out`, one for each shape.
+for 4; `--dtype` views them as another dtype. A shape of one number asks with a vector. A file of
+words has pairs of tensors, `NAME.in` in that form and `NAME.out`, for some shapes.
 
 1. Asking. The matrix is filled with two values, by one bit of the source index at a time; what
    comes back, put together, says which source element lies at each stored index. Words on record
@@ -16,14 +16,12 @@ words has pairs of tensors, `NAME.in` in that form and `NAME.out`, one for each 
    source place `sum d_i * stride_i`, each digit along one axis. So the digits are read from the
    fastest on: one of size n can be next if its steps lead from the P elements known so far to the
    stored elements P to nP, and if its stride fits in between those of its axis. The search goes
-   back where none can be next (among equal values a wrong one may fit for a while). Digits that go
-   on from each other become one factor.
+   back where none can (equal values fit by chance). Digits that go on from each other are joined.
 3. In each axis one factor is left without a size: that with which the line fits all other shapes.
-4. The function is asked again, with random elements, for odd multiples of the line's tile. What
-   differs only by a map from value to value is a table, and said to be one.
+4. The function is asked again, with random elements, also for odd multiples of the line's tile.
+   What differs only by a map from value to value is a table, and said to be one.
 
-Prints the line, exit code 0; or where it showed first that there is none, exit code 1. Elements
-are counted flat there, source and stored.
+Prints the line; or, with exit code 1, where it showed first (flat indices) that there is none.
 """
 
 from __future__ import annotations
@@ -32,13 +30,12 @@ import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from fnmatch import fnmatchcase
 from importlib import import_module
 from itertools import accumulate, product
 from math import prod
 from operator import mul
 from runpy import run_path
-from typing import NamedTuple, cast
+from typing import NamedTuple
 
 import click
 import torch
@@ -51,6 +48,7 @@ from transcode.tiling import Tiling
 
 Shape = tuple[int, ...]
 Pack = Callable[[Tensor], Tensor]
+Digits = tuple["Digit", ...]  # in stored order, the fastest first
 INTS = {4: torch.uint8, 8: torch.uint8, 16: torch.int16, 32: torch.int32}
 
 
@@ -64,10 +62,6 @@ class Digit(NamedTuple):
     size: int
     axis: int
     stride: int
-
-
-Digits = tuple[Digit, ...]
-"""In stored order, the fastest first."""
 
 
 @dataclass(frozen=True)
@@ -103,14 +97,11 @@ def asked(pack: Pack, shape: Shape, bits: int, dtype: torch.dtype, values: Seque
     for bit in range((prod(shape) - 1).bit_length()):
         got, _ = ask(pack, torch.tensor(values)[index >> bit & 1], bits, dtype)
         if (wrong := ((on == off) | (got != on) & (got != off)).nonzero()).numel():
-            low, high, mixed = (int(x[wrong[0]]) for x in (off, on, got))
-            raise NoTiling(
-                f"stored element {int(wrong[0])} of {shape} is {low} if all are {values[0]}, "
-                f"{high} if all are {values[1]}, {mixed} if they are mixed (see --values)"
-            )
+            i = int(wrong[0])
+            what = f"{off[i]} and {on[i]} of {values}, {got[i]} of both mixed (see --values)"
+            raise NoTiling(f"stored element {i} of {shape} is {what}")
         stored += (got == on).long() << bit
-    missing = torch.isin(index, stored, invert=True).flatten().nonzero()
-    if missing.numel():
+    if (missing := (stored.bincount(minlength=len(stored)) == 0).nonzero()).numel():
         raise NoTiling(f"source element {int(missing[0])} of {shape} is not stored")
     return Case(shape, index.flatten(), stored, axes)
 
@@ -118,7 +109,7 @@ def asked(pack: Pack, shape: Shape, bits: int, dtype: torch.dtype, values: Seque
 def recorded(file: str, pattern: str, bits: int) -> Iterator[Case]:
     """The pairs of a file of words."""
     words = load_file(file)
-    for name in (key[:-3] for key in words if fnmatchcase(key, f"{pattern}.in")):
+    for name in (key[:-3] for key in words if re.fullmatch(f"{pattern}.in", key)):
         source = words[f"{name}.in"]
         shape = (*source.shape[:-1], source.shape[-1] * (2 if bits == 4 else 1))
         flat, _ = spread(source, bits, shape)
@@ -161,24 +152,20 @@ def read(case: Case) -> Iterator[Digits]:
 
     yield from further((), torch.zeros(1, dtype=torch.int64))
     if known < len(case.stored):
-        raise NoTiling(
-            f"{known} stored elements of {case.shape} fit, but no factor leads on from there to "
-            f"{case.stored[known : known + 3].tolist()}"
-        )
+        then = case.stored[known : known + 3].tolist()
+        raise NoTiling(f"{known} elements of {case.shape} fit, but no factor leads on to {then}")
 
 
 def lines(digits: Digits, case: Case) -> Iterator[str]:
     """The digits as a line, once for every choice of the factors that take what is left."""
-    count = len(case.shape)
-    slowest, letters = digits[::-1], "abcdnk"[-max(count, 2) :]
-    axes = [sorted(d for d in digits if d.axis == axis) for axis in range(count)]
-    axes = [sorted(axis, key=lambda d: -d.stride) for axis in axes]
+    slowest, count = digits[::-1], len(case.shape)
+    ordered = sorted(digits, key=lambda d: -d.stride)
+    axes = [[d for d in ordered if d.axis == axis] for axis in range(count)]
     reached = list(accumulate((d.size for d in slowest), mul))
     ends = set(accumulate(case.axes[:-1], mul)) & set(reached[:-1])
     for free in product(*axes):
-        names = {
-            d: letters[d.axis] + f"{i}" * (d not in free) for a in axes for i, d in enumerate(a)
-        }
+        names = {d: str(i) for axis in axes for i, d in enumerate(axis) if d not in free}
+        names = {d: "abcdnk"[-max(count, 2) :][d.axis] + names.get(d, "") for d in digits}
         sized = {d: names[d] + f":{d.size}" * (d not in free) for d in digits}
         source = ", ".join(" ".join(sized[d] for d in axis) for axis in axes)
         parted = [names[d] + "," * (n in ends) for d, n in zip(slowest, reached, strict=True)]
@@ -195,7 +182,9 @@ def compare(line: str, case: Case) -> None:
 
 def infer(cases: Sequence[Case]) -> str:
     """The one line that fits all shapes."""
-    base, fit = max(cases, key=lambda case: len(case.stored)), []
+    if not cases:
+        raise NoTiling("no words of that name")
+    base, fit, failed = max(cases, key=lambda case: len(case.stored)), [], "an axis of one"
     for line in (line for digits in read(base) for line in lines(digits, base)):
         try:
             for case in cases:
@@ -210,53 +199,48 @@ def infer(cases: Sequence[Case]) -> str:
     return fit[0] if all(axes) else f"{source}->{stored.replace(',', '')}"
 
 
-def check(line: str, pack: Pack, bits: int, dtype: torch.dtype) -> Iterator[str]:
-    """Compare on random elements, in odd multiples of the tile; says what was equal."""
+def check(
+    line: str, pack: Pack, shapes: Sequence[Shape], bits: int, dtype: torch.dtype
+) -> Iterator[str]:
+    """Compare on random elements, also in odd multiples of the tile; says what was equal."""
     tile = [prod(map(int, re.findall(r":(\d+)", a))) for a in line.split("->")[0].split(",")]
     tile[-1] *= 1 if tile[-1] % 8 == 0 else 8
-    for times in (3, 5), (5, 3), (1, 7):
-        shape = tuple(size * n for size, n in zip(tile, times, strict=False))
-        source, table = torch.randint(1 << bits, shape), ""
+    odd = [zip(tile, times, strict=False) for times in ((3, 5), (5, 3), (1, 7))]
+    table = torch.arange(1 << min(bits, 8))
+    for shape in (*shapes, *(tuple(size * n for size, n in axes) for axes in odd)):
+        source = torch.randint(1 << bits, shape)
         try:
             stored, axes = ask(pack, source, bits, dtype)
         except Exception as error:  # of any kind: the function is not ours
             yield f"refused: {'x'.join(map(str, shape))}, {error}"
             continue
-        if bits <= 8 and not torch.equal(Tiling(line).apply(source).flatten(), stored):
-            values = torch.zeros(1 << bits, dtype=torch.int64)
-            source = values.scatter(0, Tiling(line).apply(source).flatten(), stored)[source]
-            table = " after a table of values"
+        if bits <= 8 and shape == shapes[0]:
+            table.scatter_(0, Tiling(line).apply(source).flatten(), stored)
+        source = table[source] if bits <= 8 else source
         compare(line, Case(shape, source.flatten(), stored, axes))
-        yield f"equal{table}: {'x'.join(map(str, shape))}"
-
-
-def load(name: str, function: str) -> Pack:
-    """A function of a module or of a Python file."""
-    if not name.endswith(".py"):
-        return cast(Pack, getattr(import_module(name), function))
-    return cast(Pack, run_path(name)[function])
+        through = " after a table of values" if (table.diff() != 1).any() else ""
+        yield f"equal{through}: {'x'.join(map(str, shape))}"
 
 
 @click.command(help=__doc__.partition("\n")[0])
-@click.argument("what", metavar="MODULE:FUNCTION|FILE.py:FUNCTION|FILE.safetensors:NAMES")
-@click.option("--bits", type=click.Choice(list(INTS)), required=True)
-@click.option("--shapes", default="384x640,640x384,896x256", show_default=True)
+@click.argument("what", metavar="MODULE:FUNCTION|FILE.py:FUNCTION|FILE.safetensors:REGEX")
+@click.option("--bits", type=click.Choice([str(bits) for bits in INTS]), required=True)
+@click.option("--shapes", default="384x256,640x128,128x384", show_default=True)
 @click.option("--dtype", help="What the function wants, such as float8_e4m3fn.")
 @click.option("--values", type=(int, int), default=(0, 1), help="Two that it stores differently.")
-def main(what: str, bits: int, shapes: str, dtype: str | None, values: tuple[int, int]) -> None:
+def main(what: str, bits: str, shapes: str, dtype: str | None, values: tuple[int, int]) -> None:
     """Print the line, or say that there is none."""
-    name, _, function = what.rpartition(":")
-    given = getattr(torch, dtype) if dtype else INTS[bits]
+    (name, _, function), size = what.rpartition(":"), int(bits)
+    given = getattr(torch, dtype) if dtype else INTS[size]
     try:
         if name.endswith(".safetensors"):
-            cases = list(recorded(name, function, bits))
-            print(infer(cases))
-            print(*(f"equal: {case.shape}" for case in cases), sep="\n")
+            print(infer(list(recorded(name, function, size))))
             return
-        pack = load(name, function)
+        pack = (run_path(name) if name.endswith(".py") else vars(import_module(name)))[function]
         asking = [tuple(map(int, shape.split("x"))) for shape in shapes.split(",")]
-        print(line := infer([asked(pack, shape, bits, given, values) for shape in asking]))
-        print(*check(line, pack, bits, given), sep="\n")
+        print(line := infer([asked(pack, shape, size, given, values) for shape in asking]))
+        for said in check(line, pack, asking, size, given):
+            print(said)
     except NoTiling as error:
         sys.exit(f"none: {error}")
 

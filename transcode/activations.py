@@ -12,9 +12,10 @@ from typing import Any
 
 from transcode.checkpoint import Checkpoint
 from transcode.config import description
+from transcode.module import Module
 from transcode.producer import Role
 from transcode.quant import Encoding
-from transcode.recognise import Module, quantization
+from transcode.recognise import quantization
 
 FOUR = (Encoding.NVFP4, Encoding.NVFP4_32)
 

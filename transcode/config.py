@@ -11,11 +11,12 @@ from typing import Any
 from transcode.checkpoint import Checkpoint
 from transcode.degrees import degrees
 from transcode.job import Job
+from transcode.module import Module
 from transcode.names import address, natural
 from transcode.plan import ACTIVATION, Plan
 from transcode.producer import Configs
 from transcode.quant import Encoding
-from transcode.recognise import Module, quantization
+from transcode.recognise import quantization
 from transcode.stacks import experts_of, packable
 
 METHOD = "transcode"

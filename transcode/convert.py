@@ -37,11 +37,12 @@ from transcode.destination import (
 from transcode.errors import LayoutError, LossError
 from transcode.files import INDEX, REPORT
 from transcode.job import Job
+from transcode.module import Recognised
 from transcode.pack import bias, pieces, raw_bytes
 from transcode.plan import OutputShard, Plan, make
 from transcode.producer import Form
 from transcode.readback import read_back
-from transcode.recognise import Recognised, recognise, require_known, require_nvfp4
+from transcode.recognise import recognise, require_known, require_nvfp4
 from transcode.report import report
 from transcode.rewrite_report import rewrite_report
 from transcode.rewritten import direct

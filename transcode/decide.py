@@ -12,13 +12,13 @@ from tqdm import tqdm
 from transcode.checkpoint import Checkpoint, Reader
 from transcode.errors import FormatError, LossError
 from transcode.job import Job
+from transcode.module import Module
 from transcode.names import natural
 from transcode.origins import origins
 from transcode.outputs import POWERS
 from transcode.plan import Output, Plan
 from transcode.producer import Form, Role
 from transcode.quant import Encoding
-from transcode.recognise import Module
 from transcode.rewritten import SCALARS, input_factor, loss, made, turns, value
 from transcode.sayable import layers_of, missing
 from transcode.settle import NAN, prepare

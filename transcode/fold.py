@@ -20,9 +20,9 @@ from torch import Tensor
 from transcode.checkpoint import Checkpoint, Reader
 from transcode.errors import LayoutError
 from transcode.header import TensorInfo
+from transcode.module import Module
 from transcode.names import address, family
 from transcode.quant import Encoding
-from transcode.recognise import Module
 from transcode.stacks import Options
 
 BREAKS = re.compile(r"swiglu_limit|swiglu_alpha|swiglu_beta|situ|clamp")

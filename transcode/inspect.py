@@ -7,8 +7,9 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from transcode.module import Module
 from transcode.names import address, natural
-from transcode.recognise import Module, disagreements, quantization
+from transcode.recognise import disagreements, quantization
 from transcode.unpacked import opened
 
 

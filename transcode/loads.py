@@ -10,10 +10,10 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from transcode.catalog import targets
 from transcode.errors import FormatError
+from transcode.module import Module
 from transcode.names import GATE_UP, QKV, address, family
 from transcode.producer import Form, Group, Loads, Role, Target
 from transcode.quant import Encoding
-from transcode.recognise import Module
 
 BIASED = ("gpt-oss", "bf16")
 """The forms whose experts' biases the runtimes have a place for."""

@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from transcode.checkpoint import Checkpoint
 from transcode.errors import CheckpointError
 from transcode.files import REPORT, read_json
+from transcode.module import Module
 from transcode.producer import Role
-from transcode.recognise import Module
 
 
 @dataclass(frozen=True)

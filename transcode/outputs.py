@@ -6,11 +6,11 @@ from collections.abc import Iterator, Sequence
 
 from transcode.errors import FormatError
 from transcode.header import TensorInfo
+from transcode.module import Module
 from transcode.origins import Origins
 from transcode.plan import Kind, Output, Recipe
 from transcode.producer import Form, Fusion, Leaf, Role, Shape
 from transcode.quant import Encoding
-from transcode.recognise import Module
 from transcode.stacking import Groups, stacked_shape
 from transcode.told import standard
 

@@ -12,8 +12,8 @@ from transcode.checkpoint import Reader
 from transcode.errors import LayoutError, Mismatch
 from transcode.fold import scaled
 from transcode.job import Job
+from transcode.module import Module
 from transcode.plan import Kind, Output, has_input_scale
-from transcode.recognise import Module
 from transcode.rewritten import made
 from transcode.settle import prepare
 from transcode.stacks import Stack

@@ -9,9 +9,9 @@ from enum import StrEnum
 from transcode.checkpoint import Checkpoint
 from transcode.errors import FormatError
 from transcode.header import BITS, TensorInfo, bytes_of
+from transcode.module import Module
 from transcode.names import natural
 from transcode.producer import Configs, Fusion, Group, Leaf, Role
-from transcode.recognise import Module
 from transcode.stacks import Options, Stack, dense_stacks, expert_stacks
 
 ACTIVATION = {"bfloat16": "BF16", "float16": "F16"}

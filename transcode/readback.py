@@ -16,10 +16,11 @@ from transcode.checkpoint import Checkpoint, reader
 from transcode.errors import Mismatch
 from transcode.header import TensorInfo
 from transcode.job import Job
+from transcode.module import Module
 from transcode.names import address
 from transcode.producer import Role
 from transcode.quant import Encoding, powers
-from transcode.recognise import Module, recognise
+from transcode.recognise import recognise
 from transcode.rewritten import direct
 from transcode.told import standard
 

@@ -11,13 +11,14 @@ from collections.abc import Iterator, Mapping
 from transcode.checkpoint import Checkpoint
 from transcode.header import TensorInfo
 from transcode.kv import rewritten
+from transcode.module import Module
 from transcode.names import family, natural
 from transcode.origins import origins
 from transcode.outputs import single, stacked
 from transcode.plan import Kind, Output, Plan, consumed, cut, once
 from transcode.producer import Form, Role
 from transcode.quant import Encoding
-from transcode.recognise import Module, quantization
+from transcode.recognise import quantization
 from transcode.sayable import (
     adapted,
     is_adapted,

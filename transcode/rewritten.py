@@ -13,11 +13,11 @@ from transcode.errors import FormatError, LossError
 from transcode.fold import scaled
 from transcode.header import TensorInfo
 from transcode.job import Job
+from transcode.module import Module
 from transcode.outputs import POWERS
 from transcode.plan import Output, Recipe
 from transcode.producer import Fusion, Leaf, Role
 from transcode.quant import decode, exponents, powers
-from transcode.recognise import Module
 from transcode.settle import prepare
 
 SCALARS = {Role.GLOBAL: Role.SOURCE_GLOBAL, Role.INPUT: Role.SOURCE_INPUT}

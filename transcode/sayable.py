@@ -8,10 +8,11 @@ from dataclasses import replace
 from transcode.checkpoint import Checkpoint
 from transcode.errors import FormatError
 from transcode.header import Cut, TensorInfo
+from transcode.module import Module
 from transcode.names import GATE_UP, QKV, W1_W3, address, natural
 from transcode.producer import Form, Role
 from transcode.quant import Encoding
-from transcode.recognise import REFUSED, Module
+from transcode.recognise import REFUSED
 from transcode.stacks import all_there, experts_of
 
 

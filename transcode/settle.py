@@ -16,8 +16,8 @@ from torch import Tensor
 
 from transcode.checkpoint import Reader
 from transcode.errors import FormatError, LayoutError, LossError
+from transcode.module import Module
 from transcode.quant import E2M1, unpack_nibbles
-from transcode.recognise import Module
 from transcode.spec import Layout
 from transcode.stacks import Options, Stack
 from transcode.unify import Unified

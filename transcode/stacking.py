@@ -7,9 +7,9 @@ from math import prod
 
 from transcode.checkpoint import Checkpoint
 from transcode.errors import FormatError
+from transcode.module import Module
 from transcode.names import address, family, natural
 from transcode.producer import Form, Fusion, Role, Shape
-from transcode.recognise import Module
 from transcode.spec import Padded
 from transcode.stacks import Stack, all_there, experts_of, siblings
 

@@ -13,10 +13,10 @@ from itertools import groupby
 
 from transcode.checkpoint import Checkpoint
 from transcode.errors import FormatError, LayoutError
+from transcode.module import Module
 from transcode.names import address, family, natural
 from transcode.producer import Form
 from transcode.quant import Encoding
-from transcode.recognise import Module
 from transcode.spec import Layout, Padded
 
 COUNTS = ("num_experts", "n_routed_experts", "num_local_experts", "moe_num_experts")

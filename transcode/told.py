@@ -10,11 +10,12 @@ from transcode.checkpoint import Checkpoint
 from transcode.errors import FormatError
 from transcode.fused import STACKED
 from transcode.header import TensorInfo
+from transcode.module import Module
 from transcode.names import address, natural
 from transcode.plan import Output
 from transcode.producer import Form, Group, Role, Told
 from transcode.quant import Encoding
-from transcode.recognise import Module, quantization
+from transcode.recognise import quantization
 from transcode.stacks import experts_of
 
 QUANTISED = ("U8", "I8", "I32", "F8_E4M3")

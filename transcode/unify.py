@@ -16,10 +16,10 @@ from torch import Tensor
 from transcode.checkpoint import Checkpoint, Reader
 from transcode.errors import FormatError, LossError
 from transcode.fold import Pair, changes, folded, normed, refusal
+from transcode.module import Module
 from transcode.names import address, down_of
 from transcode.plan import Plan, has_input_scale
 from transcode.producer import Role
-from transcode.recognise import Module
 
 
 @dataclass(frozen=True)

@@ -23,9 +23,10 @@ from transcode.errors import CheckpointError, FormatError
 from transcode.files import REPORT, read_json
 from transcode.formats.canonical import VERSION
 from transcode.header import TensorInfo, bytes_of
+from transcode.module import Module, Recognised
 from transcode.producer import Format, Role
 from transcode.quant import Encoding
-from transcode.recognise import Module, Recognised, recognise
+from transcode.recognise import recognise
 from transcode.spec import Layout
 
 _KERNEL = {False: "weight_scale_2", True: "weight_global_scale"}

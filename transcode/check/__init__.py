@@ -27,11 +27,12 @@ from transcode.convert import Ask, plan_for
 from transcode.degrees import degrees
 from transcode.errors import CheckpointError, FormatError, LayoutError
 from transcode.files import INDEX, read_json, weight_map
+from transcode.module import Module, Recognised
 from transcode.names import address, natural
 from transcode.plan import Plan
 from transcode.producer import Role
 from transcode.quant import Encoding
-from transcode.recognise import Module, Recognised, recognise
+from transcode.recognise import recognise
 from transcode.stacks import packable
 
 __all__ = ["LEVELS", "Finding", "examine", "verdict"]

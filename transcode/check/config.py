@@ -13,8 +13,9 @@ from transcode.check.declared import Declared, table
 from transcode.check.findings import RUNTIMES, Finding
 from transcode.check.modules import foreign
 from transcode.checkpoint import Checkpoint
+from transcode.module import Module, Recognised
 from transcode.quant import Encoding
-from transcode.recognise import Module, Recognised, disagreements
+from transcode.recognise import disagreements
 
 ALGORITHMS = {
     "vllm": ("NVFP4", "W4A16_NVFP4"),

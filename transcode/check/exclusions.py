@@ -21,8 +21,8 @@ from functools import cached_property
 
 from transcode.check.declared import Declared, compiled
 from transcode.check.units import Unit
+from transcode.module import Module
 from transcode.names import address
-from transcode.recognise import Module
 
 PARTLY = "some but not all members of the fused layer are listed"
 _PREFIX = re.compile(r"^(?:model\.|language_model\.)+")

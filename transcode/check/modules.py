@@ -17,20 +17,10 @@ from transcode.check.findings import Finding, listed, many
 from transcode.check.units import Unit, draft, units
 from transcode.checkpoint import Checkpoint
 from transcode.header import TensorInfo
+from transcode.module import Module, Problem, Recognised
 from transcode.names import address, family, natural
 from transcode.quant import Encoding
-from transcode.recognise import (
-    BLOCK_SCALES,
-    CODES,
-    INSTEAD,
-    LEAVES,
-    REFUSED,
-    SCALES,
-    Module,
-    Problem,
-    Recognised,
-    one_by_one,
-)
+from transcode.recognise import BLOCK_SCALES, CODES, INSTEAD, LEAVES, REFUSED, SCALES, one_by_one
 from transcode.stacks import COUNTS, experts_of
 
 MTP_KEYS = ("num_nextn_predict_layers", "mtp_num_hidden_layers", "num_mtp_layers")

@@ -7,9 +7,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from transcode.checkpoint import Checkpoint
+from transcode.module import Module
 from transcode.names import DELTA, GATE_UP, MLA, QKV, W1_W3, address, family
 from transcode.quant import Encoding
-from transcode.recognise import Module
 
 JOINED_AS = {
     QKV: "qkv_proj", GATE_UP: "gate_up_proj", W1_W3: "gate_up_proj", MLA: "fused_qkv_a_proj",

@@ -17,8 +17,8 @@ from transcode.check.findings import Finding, many
 from transcode.checkpoint import Checkpoint, Reader
 from transcode.config import activation_dtype
 from transcode.errors import FormatError
+from transcode.module import Module
 from transcode.names import address
-from transcode.recognise import Module
 from transcode.settle import BYTES, over_codes
 from transcode.stacks import experts_of, siblings
 from transcode.unify import Scalars, read_scalars

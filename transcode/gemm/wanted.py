@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from transcode.job import Job
+from transcode.module import Module
 from transcode.pack import bias as rounded_bias
 from transcode.quant import QuantTensor
-from transcode.recognise import Module
 from transcode.settle import prepare
 from transcode.stacks import Stack
 
