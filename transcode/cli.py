@@ -302,10 +302,25 @@ def formats() -> None:
                 click.echo(f"{format_.name:28} read")
 
 
-@main.command()
-def layouts() -> None:
+@main.group(invoke_without_command=True)
+@click.pass_context
+def layouts(context: click.Context) -> None:
     """List what can be packed, and what loads it: one line each."""
     from transcode.catalog import layouts as known
 
-    for layout in known().values():
-        click.echo(f"{layout.name:26} from {layout.encoding:6} {layout.title}")
+    if context.invoked_subcommand is None:
+        for layout in known().values():
+            click.echo(f"{layout.name:26} from {layout.encoding:6} {layout.title}")
+
+
+@layouts.command()
+@click.argument("name")
+@click.option("--svg", type=click.Path(path_type=Path), help="Write a drawing to this file too.")
+def show(name: str, svg: Path | None) -> None:
+    """Draw which element of the source lands where in the first tile of a layout."""
+    with reporting(False):
+        from transcode import show as drawing
+
+        click.echo(drawing.text(name))
+        if svg:
+            svg.write_text(drawing.svg(name), encoding="utf-8")
