@@ -2,7 +2,7 @@
 
 `<module>.weight` BF16 [N, K]; per expert, or stacked as the family's own BF16 repositories have it
 (names.py). What MXFP4, MXFP8 and FP8 with scales that are powers of two mean is exact in BF16; the
-product of an E4M3 or E2M1 code and another scale is rounded by at most 2^-9 relative.
+product of an E4M3 or E2M1 code and another scale is rounded by at most 2^-8 relative.
 """
 
 from __future__ import annotations

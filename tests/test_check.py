@@ -552,8 +552,11 @@ def test_a_trouble_is_found_once_it_is_there(
     assert [f.level for f in found] == sorted((f.level for f in found), key=LEVELS.index)
 
 
+APART = ("tensor-parallel", "left-out", "form-not-loaded")  # the last has a test of its own
+
+
 def quiet(folder: Path) -> list[Finding]:
-    return [f for f in examine(folder, None) if f.code not in ("tensor-parallel", "left-out")]
+    return [f for f in examine(folder, None) if f.code not in APART]
 
 
 HEALTHY = [
@@ -944,3 +947,32 @@ def test_encodings_that_are_not_judged_are_not_said_to_load(tmp_path: Path) -> N
     assert "nothing found that keeps" in run("check", tmp_path / "a").out
     build(tmp_path / "b", Spec(layers=1, attention="fp8", gate_up="fp8", down="fp8"))
     assert "not all of its encodings are judged yet" in run("check", tmp_path / "b").out
+
+
+BOTH = ["vllm", "sglang"]
+UNLOADED = {
+    "ct_mxfp4_qwen3moe": ["sglang"], "modelopt_mxfp8_qwen3moe": ["sglang"],
+    "modelopt_fp8block_qwen3moe": BOTH, "modelopt_nvfp4_llama4": BOTH,
+    "pair_cast_mxfp4_to_nvfp4_gptoss": BOTH,
+    "modelopt-nvfp4-llama4": BOTH, "modelopt-nvfp4-gptoss": BOTH, "modelopt-fp8-channel": BOTH,
+    "modelopt-fp8-block": BOTH, "modelopt-fp8-block-ragged": BOTH, "modelopt-mxfp8": ["sglang"],
+    "modelopt-mxfp4": BOTH, "ct-mxfp4": ["sglang"], "ct-mxfp8": ["sglang"], "ct-fp8-naive": BOTH,
+    "quark-mxfp4-fp8-gptoss": BOTH,
+}  # fmt: skip
+
+
+def unloaded(folder: Path) -> list[str]:
+    found = [f for f in examine(folder, None) if f.code == "form-not-loaded"]
+    assert all(f.level == "FAILS" for f in found)
+    return [runtime for f in found for runtime in f.runtimes]
+
+
+@pytest.mark.parametrize("folder", DATA, ids=lambda folder: folder.name)
+def test_a_form_that_a_runtime_does_not_load_is_said(folder: Path) -> None:
+    assert unloaded(folder) == UNLOADED.get(folder.name, [])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_built_form_that_a_runtime_does_not_load_is_said(tmp_path: Path, kind: str) -> None:
+    KINDS[kind](tmp_path / "source")
+    assert unloaded(tmp_path / "source") == UNLOADED.get(kind, [])

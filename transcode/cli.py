@@ -90,7 +90,7 @@ DEVICE = click.option(
 @click.group(context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(__version__, prog_name="transcode")
 def main() -> None:
-    """Re-pack quantised LLM checkpoints, offline and proved, for the kernels that serve them."""
+    """Rewrite quantised LLM checkpoints, offline and proved: as other producers' or for kernels."""
 
 
 @main.command()
@@ -135,7 +135,9 @@ def main() -> None:
 )
 @click.option("--dry-run", is_flag=True, help="Print the plan, made from headers; write nothing.")
 @click.option("--overwrite", is_flag=True, help="Replace DST once the new one is complete.")
-@click.option("--shard-size", type=Size(), default="5GB", show_default=True)
+@click.option(
+    "--shard-size", type=Size(), default="5GB", show_default=True, help="The largest file."
+)
 @JSON
 def convert(
     target: str,
@@ -169,6 +171,8 @@ def convert(
         layouts, forms = catalog.layouts(), catalog.targets()
         if target not in layouts and target not in forms:
             known = ", ".join([*layouts, *forms])
+            if any(f.name == target for p in catalog.producers() for f in p.formats):
+                raise click.BadParameter(f"{target!r} is only read", param_hint="--to")
             raise click.BadParameter(f"no {target!r}; there are {known}", param_hint="--to")
         form = None
         if target in forms:
@@ -237,6 +241,9 @@ def verify(
             click.echo(f"transcode: {one_line(note)}", err=True)
         if kernel:
             from transcode.gemm import kernel_check, table
+            from transcode.unpacked import require_packed
+
+            require_packed(dst)
             from transcode.report import record
 
             if not as_json:
@@ -291,7 +298,10 @@ def formats() -> None:
     written = set()
     for name, (producer, target) in targets().items():
         how = "read, write" if producer.formats else "write"
-        loads = ", ".join(f"{e.runtime} {e.version} {'+'.join(e.kinds)}" for e in target.loads_in)
+        loads = ", ".join(
+            f"{e.runtime} {e.version} {'+'.join(e.kinds)}" + f" ({e.note})" * bool(e.note)
+            for e in target.loads_in
+        )
         told = "as its encodings do" if not target.encodings and not loads else loads
         told = "no runtime" if name == "canonical" or not told else told
         click.echo(f"{name:28} {how:11} {target.title}; loads in: {told}")
@@ -299,7 +309,7 @@ def formats() -> None:
     for producer in producers():
         for format_ in producer.formats:
             if format_.read_only:
-                click.echo(f"{format_.name:28} read")
+                click.echo(f"{format_.name:28} read        (not written)")
 
 
 @main.group(invoke_without_command=True)

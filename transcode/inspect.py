@@ -7,10 +7,11 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from transcode.checkpoint import Checkpoint
 from transcode.module import Module
 from transcode.names import address, natural
 from transcode.recognise import disagreements, quantization
-from transcode.unpacked import opened
+from transcode.unpacked import opened, packed_config
 
 
 def inspect(source: Path) -> dict[str, Any]:
@@ -30,7 +31,9 @@ def inspect(source: Path) -> dict[str, Any]:
     owned = {t.stored_name for m in recognised.modules.values() for t in m.leaves.values()}
     loose = [t for name, t in checkpoint.tensors.items() if name not in owned]
     config, where = quantization(checkpoint)
+    mine = packed_config(Checkpoint.open(source))
     return {
+        "packed": f"{mine['layout']} {mine['layout_version']}" if mine else None,
         "model_type": checkpoint.text_config.get("model_type"),
         "quant_method": config.get("quant_method"),
         "quantization_in": where,
@@ -63,7 +66,8 @@ def _encoding(module: Module) -> str:
 def table(seen: dict[str, Any]) -> str:
     """One line a group, then totals and oddities."""
     place = seen["quantization_in"] or "no quantization config"
-    lines = [f"{seen['model_type']}, quant_method {seen['quant_method']} ({place})"]
+    lines = [f"packed by transcode: {seen['packed']}; its source:"] if seen["packed"] else []
+    lines += [f"{seen['model_type']}, quant_method {seen['quant_method']} ({place})"]
     width = max((len(g["modules"]) for g in seen["groups"]), default=0)
     for group in seen["groups"]:
         shapes = " ".join("x".join(map(str, shape)) or "[]" for shape in group["shapes"][:3])

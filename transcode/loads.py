@@ -8,11 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 
-from transcode.catalog import targets
+from transcode.activations import activations
+from transcode.catalog import producer, targets
+from transcode.checkpoint import Checkpoint
 from transcode.errors import FormatError
 from transcode.module import Module
 from transcode.names import GATE_UP, QKV, address, family
-from transcode.producer import Form, Group, Loads, Role, Target
+from transcode.producer import Form, Group, Loads, Producer, Role, Target
 from transcode.quant import Encoding
 
 BIASED = ("gpt-oss", "bf16")
@@ -37,7 +39,7 @@ def loaders(
 ) -> list[Loads]:
     """The runtimes that load all of these modules from this form."""
     found = _loaders(form.target, form.producer.name, kinds_of(modules))
-    failing = set(_failing(form, modules, groups, model_type))
+    failing = {runtime for runtime, _ in _failing(form, modules, groups, model_type)}
     return [] if "" in failing else [e for e in found if e.runtime not in failing]
 
 
@@ -57,34 +59,35 @@ def _loaders(target: Target, producer: str, kinds: Kinds) -> list[Loads]:
 
 def _failing(
     form: Form, modules: Mapping[str, Module], groups: Sequence[Group], model_type: object
-) -> Iterator[str]:
-    """Runtimes that do not load this for another reason than its encodings; "" for all."""
+) -> Iterator[tuple[str, str]]:
+    """Runtimes that do not load this for another reason than its encodings ("" for all), and the
+    reason."""
     quantised = {n: m for n, m in modules.items() if m.encoding is not Encoding.UNQUANTISED}
     experts = {n: m for n, m in quantised.items() if address(n).expert is not None}
     if form.producer.formats and form.fused and not form.producer.always_fused:
-        yield ""  # stacked by ModelOpt: no text-only model has names for their scales
+        yield "", "no text-only model has names for stacked experts' scales; leave out --fused"
     if any(Role.BIAS in m.parts for m in experts.values()) and form.producer.name not in BIASED:
-        yield ""
+        yield "", "no place for biases of quantised experts"
     if not form.producer.formats:
         if experts and not form.fused and family(model_type).fused:
-            yield ""  # BF16 experts of such a family are looked for in one tensor
+            yield "", f"{model_type} keeps its BF16 experts stacked; add --fused"
         return
     place = {name: i for i, group in enumerate(groups) for name in group.modules}
     if any(len(kinds) > 1 for kinds in _joined(modules, place)):
-        yield ""  # a layer that runtimes join, quantised in two ways
+        yield "", "layers that runtimes join are quantised in two ways"
     for group in groups:
         eight = group.encoding in (Encoding.FP8_TENSOR, Encoding.FP8_CHANNEL, Encoding.FP8_BLOCK)
         wanted = "static" if group.encoding is Encoding.FP8_TENSOR else "dynamic"
         moe = any(address(name).expert is not None for name in group.modules)
         if moe and eight and group.activations != wanted:
-            yield ""  # vLLM compressed_tensors_moe_w8a8_fp8.py, SGLang compressed_tensors_w8a8_fp8
+            yield "", f"FP8 experts with {group.activations} activations"
         if form.producer.name == "modelopt" and moe and group.encoding is Encoding.NVFP4:
             if group.activations == "none":
-                yield "sglang"  # it quantises activations with a scale of 1.0 on Blackwell
+                yield "sglang", "it quantises 16 bit activations of experts all the same"
             if len(groups) > 1 and model_type == "mixtral":
-                yield "sglang"  # MIXED_PRECISION fails there without a word
+                yield "sglang", "MIXED_PRECISION of Mixtral fails there without a word"
     if any(address(name).table for name in quantised):
-        yield ""  # a quantised embedding
+        yield "", "a quantised embedding"
 
 
 def _joined(modules: Mapping[str, Module], place: Mapping[str, int]) -> Iterator[set[int]]:
@@ -101,6 +104,30 @@ def _joined(modules: Mapping[str, Module], place: Mapping[str, int]) -> Iterator
     yield from containers.values()
 
 
+def as_it_is(checkpoint: Checkpoint, modules: Mapping[str, Module]) -> list[Loads] | None:
+    """The runtimes that load a checkpoint as it is, whatever they make of its activations; None
+    where that is not said here: nothing is quantised, two producers' forms are mixed, or it is a
+    form that is only read."""
+    quantised = {n: m for n, m in modules.items() if m.format is not None}
+    names = {m.written.producer for m in quantised.values()}
+    if len(names) != 1 or any(m.written.read_only for m in quantised.values()):
+        return None
+    own = producer(names.pop())
+    judged = {encoding for target in own.targets for encoding in target.encodings}
+    if own.shared or not {m.encoding for m in quantised.values()} <= judged:
+        return None
+    quantised_as, found = activations(checkpoint), dict[tuple[Encoding, str], list[str]]()
+    for name, module in quantised.items():
+        found.setdefault((module.encoding, quantised_as(module)), []).append(name)
+    groups = [
+        Group(e, "static" if e is Encoding.NVFP4 else how, None, "", tuple(names))
+        for (e, how), names in found.items()
+    ]
+    stacked = any(m.codes.part_of for m in quantised.values() if Role.CODES in m.parts)
+    form = Form(own, own.targets[0], fused=stacked)
+    return loaders(form, modules, groups, checkpoint.text_config.get("model_type"))
+
+
 def require_loads(
     form: Form,
     modules: Mapping[str, Module],
@@ -113,16 +140,32 @@ def require_loads(
         return
     if runtime in {e.runtime for e in loaders(form, modules, groups, model_type)}:
         return
+    reasons = [w for r, w in _failing(form, modules, groups, model_type) if r in ("", runtime)]
     kinds = kinds_of(modules)
     nearest = [
-        name
+        name + " --fused" * (not producer.formats and family(model_type).fused is not None)
         for name, (producer, target) in targets().items()
-        if set(kinds) & set(target.encodings)
-        and all(producer.format(encoding) for encoding in kinds)
-        and not producer.model_types
-        and runtime
-        in {e.runtime for e in loaders(Form(producer, target), modules, groups, model_type)}
+        if target.encodings or not producer.formats
+        if set(kinds) & set(target.encodings) or not producer.formats
+        if all(producer.format(encoding) for encoding in kinds) or not producer.formats
+        if model_type in (producer.model_types or (model_type,))
+        if runtime in _runtimes(producer, target, modules, groups, model_type)
     ]
+    told = "".join(f" ({reason})" for reason in reasons[:1])
     what = ", ".join(f"{e} ({' and '.join(sorted(where))})" for e, where in kinds.items())
-    instead = f"it loads {' or '.join(nearest)}" if nearest else "it loads bf16"
-    raise FormatError(f"{form.target.name}: {runtime} does not load {what} from it; {instead}")
+    raise FormatError(
+        f"{form.target.name}: {runtime} does not load {what} from it{told}; it loads "
+        + (" or ".join(nearest) or "none of the forms")
+    )
+
+
+def _runtimes(
+    producer: Producer,
+    target: Target,
+    modules: Mapping[str, Module],
+    groups: Sequence[Group],
+    model_type: object,
+) -> set[str]:
+    fused = not producer.formats and family(model_type).fused is not None
+    form = Form(producer, target, fused)
+    return {e.runtime for e in loaders(form, modules, groups, model_type)}

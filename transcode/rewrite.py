@@ -40,7 +40,7 @@ def make(checkpoint: Checkpoint, modules: Mapping[str, Module], options: Options
     require_family(checkpoint, form)
     known = {name: adapted(module, form) for name, module in modules.items()}
     quantised = {n: m for n, m in known.items() if m.encoding is not Encoding.UNQUANTISED}
-    require_encodings(quantised, form)
+    require_encodings(quantised, form, checkpoint.text_config.get("model_type"))
     require_experts(checkpoint, known)
     source, filled = origins(checkpoint), missing(quantised, form)
     layers = [*containers(checkpoint, quantised, form)]

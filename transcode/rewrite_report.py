@@ -27,6 +27,8 @@ from transcode.rewritten import SCALARS, loss, turns, value
 from transcode.settle import change, prepare
 from transcode.told import standard
 
+DONE = {"keep": "kept", "fold": "folded", "rescale": "rescaled"}
+
 
 def options_of_form(form: Form, unify: str, *, exact: bool) -> dict[str, Any]:
     """The options as the Report keeps them, so that `verify` can make everything again."""
@@ -164,6 +166,9 @@ def _notes(
             "folded: the function is preserved, the matrices up and down are not; "
             "LoRA adapters for them need --unify rescale"
         )
+    rescaled = [d for d in job.unified.decisions if d.how == "rescale"]
+    if rescaled and job.plan.options.unify == "fold":
+        yield f"{len(rescaled)} groups are rescaled, not folded: {rescaled[0].why}"
     if job.unified.multiplier:
         told = _rescaled(job)
         yield (
@@ -174,8 +179,8 @@ def _notes(
         yield f"{len(bad)} matrices hold NaN or infinity, as the source says, {bad[0]} among them"
     if inexact:
         yield (
-            f"{inexact} of {turned} scalars are not the exact reciprocal of the source's (1 ulp, "
-            "6e-8); the Report keeps those for the way back"
+            f"{inexact} of {turned} scalars are rounded reciprocals (1 ulp, 6e-8): they need "
+            "transcode_report.json beside the weights to come back bit for bit"
         )
     if zero:
         yield f"{len(zero)} matrices are zero by their global scale, {zero[0]} among them"
@@ -187,16 +192,16 @@ def _notes(
 
 def form_table(done: Mapping[str, Any]) -> str:
     """The Report for a terminal."""
-    lines = [f"{count:8} {encoding}" for encoding, count in sorted(done["modules"].items())]
+    kinds = sorted(done["modules"].items())
+    lines = ["modules: " + ", ".join(f"{count} {encoding}" for encoding, count in kinds)]
     lines += [f"{what}: {how}" for what, how in done["proved"].items()]
     how = Counter(d["how"] for d in done["unified"])
     if how:
-        told = ", ".join(f"{count} {name}" for name, count in sorted(how.items()))
+        told = ", ".join(f"{count} {DONE[name]}" for name, count in sorted(how.items()))
         lines.append(f"groups with different global scales: {told}")
     turned = done["scalars_turned_over"]
     if turned["count"]:
-        exact = turned["count"] - turned["not_bit_exact"]
-        lines.append(f"scalars turned over: {turned['count']}, {exact} of them come back exactly")
+        lines.append(f"scalars turned over: {turned['count']}")
     carried = done["carried"]
     lines.append(f"carried byte for byte: {carried['tensors']} tensors, {carried['bytes']} bytes")
     lines += [f"left out: {e['name']} ({e['reason']})" for e in done["left_out"]]
@@ -204,5 +209,7 @@ def form_table(done: Mapping[str, Any]) -> str:
         f"{e['runtime']} {e['version']} ({', '.join([*e['kinds'], *filter(None, [e['note']])])})"
         for e in done["loads_in"]
     ]
-    lines.append(f"{done['format']}: {done['status']}; loads in {'; '.join(loads) or 'no runtime'}")
+    wrong = ", but is SERVED WRONG where global scales differ (--unify fold)" * bool(how["keep"])
+    where = "; ".join(loads) or "no runtime"
+    lines.append(f"{done['format']}: {done['status']}; loads in {where}{wrong}")
     return "\n".join(lines)

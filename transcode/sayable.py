@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
+from transcode.catalog import targets
 from transcode.checkpoint import Checkpoint
 from transcode.errors import FormatError
 from transcode.header import Cut, TensorInfo
@@ -45,7 +46,7 @@ def adapted(module: Module, form: Form) -> Module:
     return replace(module, encoding=Encoding.NVFP4, parts=parts | {Role.SCALES: twice})
 
 
-def require_encodings(quantised: Mapping[str, Module], form: Form) -> None:
+def require_encodings(quantised: Mapping[str, Module], form: Form, model_type: object) -> None:
     """The encodings that the target asks for, and has a form for."""
     kinds = sorted({str(m.encoding) for m in quantised.values()})
     wanted = form.target.encodings
@@ -54,7 +55,7 @@ def require_encodings(quantised: Mapping[str, Module], form: Form) -> None:
     if wanted and not any(m.encoding in wanted for m in quantised.values()):
         raise FormatError(
             f"{form.target.name} wants {' or '.join(wanted)}, the checkpoint has "
-            f"{', '.join(kinds)}: encodings are not changed yet{_general(form)}"
+            f"{', '.join(kinds)}: encodings are not changed yet{_forms(quantised, model_type)}"
         )
     for module in quantised.values():
         if (refused := [leaf for leaf in module.leaves if leaf in REFUSED]) and (
@@ -69,10 +70,16 @@ def require_encodings(quantised: Mapping[str, Module], form: Form) -> None:
             raise FormatError(f"{module.name} is int4, which is not decoded here")
 
 
-def _general(form: Form) -> str:
-    """The target of the same producer that keeps encodings, if it has one."""
-    general = (t.name for t in form.producer.targets if not t.encodings)
-    return next((f"; `--to {name}` keeps them" for name in general), "")
+def _forms(quantised: Mapping[str, Module], model_type: object) -> str:
+    """The targets that take these encodings as they are, as the end of a sentence."""
+    kinds = {m.encoding for m in quantised.values()}
+    fitting = [
+        name
+        for name, (producer, target) in targets().items()
+        if kinds & set(target.encodings) and model_type in (producer.model_types or (model_type,))
+        if all((f := producer.format(kind)) and not f.read_only for kind in kinds)
+    ]
+    return f"; forms for it: {', '.join([*fitting, 'canonical', 'bf16'])}"
 
 
 def missing(quantised: Mapping[str, Module], form: Form) -> frozenset[str]:

@@ -138,6 +138,12 @@ def _all(module: Module) -> Iterator[TensorInfo]:
     yield from module.leaves.values()
 
 
+def require_packed(path: Path) -> None:
+    """Raise FormatError for a folder that is not packed for a kernel."""
+    if packed_config(Checkpoint.open(path)) is None:
+        raise FormatError(f"{path}: --kernel is for folders that are packed for a kernel")
+
+
 def packed_config(checkpoint: Checkpoint) -> dict[str, Any] | None:
     """The config of a folder that this program packed for a kernel; None for any other."""
     config = checkpoint.config.get("quantization_config")

@@ -49,6 +49,8 @@ def verify(source: Path, target: Path, device: torch.device) -> Iterator[str]:
     root = resolved(target)
     if not root.is_dir():
         raise CheckpointError(f"{target}: no such folder")
+    if not (root / "config.json").is_file():
+        raise CheckpointError(f"{target}: no checkpoint: config.json is missing")
     written = read_json(root / "config.json").get("quantization_config")
     checkpoint, recognised = opened(source)
     told = written if isinstance(written, dict) else {}
@@ -92,7 +94,7 @@ def form_options(checkpoint: Checkpoint, target: Path) -> Options:
     told = done.get("options")
     name = done.get("format")
     if name not in targets() or not isinstance(told, dict):
-        raise FormatError(f"{target}: no Report of this program: not made by it, or by another one")
+        raise FormatError(f"{target}: no {REPORT} of a conversion: not written by transcode")
     keys = ("fused", "drop_kv_scales", "fill_input_scale", "exact")
     if any(type(told.get(key)) is not bool for key in keys) or told.get("unify") not in UNIFY:
         raise FormatError(f"{target}: {REPORT}: unknown options")

@@ -27,6 +27,7 @@ from transcode.convert import Ask, plan_for
 from transcode.degrees import degrees
 from transcode.errors import CheckpointError, FormatError, LayoutError
 from transcode.files import INDEX, read_json, weight_map
+from transcode.loads import as_it_is
 from transcode.module import Module, Recognised
 from transcode.names import address, natural
 from transcode.plan import Plan
@@ -136,6 +137,7 @@ def _foreign(
     yield from of_modules(checkpoint, declared, recognised)
     yield from of_config(checkpoint, declared, recognised)
     yield from of_ignore(checkpoint, declared, units(checkpoint, recognised.modules))
+    yield from _form(checkpoint, recognised)
     plan, refusal = _plan(checkpoint)
     packed = {m.name: m for m in recognised.modules.values() if packable(m)}
     yield from _down_bias(packed)
@@ -157,6 +159,19 @@ def _foreign(
             "NOTE", "not-packable", checkpoint.path.name,
             f"transcode convert --to {MARLIN} refuses it: {refusal}",
         )  # fmt: skip
+
+
+def _form(checkpoint: Checkpoint, recognised: Recognised) -> Iterator[Finding]:
+    """Runtimes that do not load this producer's form of these encodings at all."""
+    known = None if recognised.problems else as_it_is(checkpoint, recognised.modules)
+    for runtime in ("vllm", "sglang") if known is not None else ():
+        if runtime not in {loads.runtime for loads in known or ()}:
+            yield Finding(
+                "FAILS", "form-not-loaded", checkpoint.path.name,
+                f"{runtime} does not load its encodings in this producer's form; any `transcode "
+                f"convert --for {runtime}` names the forms that it loads",
+                (runtime,),
+            )  # fmt: skip
 
 
 def _down_bias(packed: Mapping[str, Module]) -> Iterator[Finding]:
