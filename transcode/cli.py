@@ -157,7 +157,7 @@ def convert(
     shard_size: int,
     as_json: bool,
 ) -> None:
-    """Re-pack SRC into DST for a kernel, or rewrite it as another producer's, with proof."""
+    """Rewrite SRC as another producer's, or pack it for a kernel."""
     with reporting(as_json, "interrupted; the same command goes on where this one stopped"):
         from transcode import catalog
         from transcode import convert as line
@@ -292,7 +292,7 @@ def inspect(src: Path, as_json: bool) -> None:
 
 @main.command()
 def formats() -> None:
-    """List what can be read and written, and what loads it: one line each."""
+    """List the forms that are read and written."""
     from transcode.catalog import producers, targets
 
     written = set()

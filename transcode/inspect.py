@@ -69,11 +69,12 @@ def table(seen: dict[str, Any]) -> str:
     lines = [f"packed by transcode: {seen['packed']}; its source:"] if seen["packed"] else []
     lines += [f"{seen['model_type']}, quant_method {seen['quant_method']} ({place})"]
     width = max((len(g["modules"]) for g in seen["groups"]), default=0)
+    wide = max((len(g["encoding"]) for g in seen["groups"]), default=0)
     for group in seen["groups"]:
         shapes = " ".join("x".join(map(str, shape)) or "[]" for shape in group["shapes"][:3])
         more = " ..." if len(group["shapes"]) > 3 else ""
         lines.append(
-            f"{group['modules']:{width}}  {group['encoding']:24} {group['count']:6} "
+            f"{group['modules']:{width}}  {group['encoding']:{wide}} {group['count']:6} "
             f"{group['bytes']:14} bytes  {shapes}{more}"
         )
     other = seen["other_tensors"]
