@@ -32,14 +32,13 @@ def without_traps(entries: Iterable[str], quantised: Iterable[str]) -> list[str]
     an entry that ends in one of MLA's leaves for that leaf of all layers: it becomes `x.*`."""
     names = set(quantised)
     leaves = {name.rpartition(".")[2] for name in names} & set(MLA)
-    above = {name.rpartition(".")[0] for name in names}
     parents = {name.rpartition(".")[0] for name in names}
     names |= {f"{parent}.{leaf}" for parent in parents for leaf in JOINED}
     begun = {name[:i] for name in names for i in range(name.rfind(".") + 2, len(name))}
     kept = dict[str, None]()
     for entry in entries:
         parent, _, leaf = entry.rpartition(".")
-        if leaf in leaves and parent not in above:
+        if leaf in leaves and parent not in parents:
             entry = f"{parent}.*"
         kept[f"{entry[:-1]}[{entry[-1]}]" if entry in begun else entry] = None
     return list(kept)

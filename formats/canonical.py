@@ -18,11 +18,21 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from transcode.producer import Configs, Format, Fusion, Leaf, Producer, Role, Target, Told
+from transcode.producer import (
+    FLOATS,
+    Configs,
+    Format,
+    Fusion,
+    Leaf,
+    Producer,
+    Role,
+    Target,
+    Told,
+    leaf_names,
+)
 from transcode.quant import Encoding
 
 VERSION = 1
-FLOATS = ("F32", "BF16", "F16")
 INPUT = Leaf("input_scale", FLOATS)
 SOURCE_INPUT = Leaf("source_input_scale", ("F32",))
 
@@ -50,15 +60,7 @@ FORMATS = (
     _format(Encoding.FP8_BLOCK, "F8_E4M3", *FLOATS, "U8"),
 )
 
-LEAVES = {
-    Role.CODES: "weight",
-    Role.SCALES: "weight_scale",
-    Role.GLOBAL: "weight_scale_2",
-    Role.INPUT: "input_scale",
-    Role.BIAS: "bias",
-    Role.SOURCE_GLOBAL: "source_global_scale",
-    Role.SOURCE_INPUT: "source_input_scale",
-}
+LEAVES = leaf_names(FORMATS)
 STACKED = Fusion("w13", "w2", {role: f"_{leaf}" for role, leaf in LEAVES.items()}, LEAVES)
 
 

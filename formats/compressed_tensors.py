@@ -25,6 +25,7 @@ from typing import Any
 from transcode.errors import FormatError
 from transcode.formats._lists import ignored, patterns
 from transcode.producer import (
+    FLOATS,
     SGLANG,
     VLLM,
     Configs,
@@ -38,8 +39,6 @@ from transcode.producer import (
     Told,
 )
 from transcode.quant import Encoding
-
-FLOATS = ("F32", "BF16", "F16")
 
 
 def _one(shape: Shape) -> Shape:

@@ -20,10 +20,21 @@ from collections.abc import Mapping
 from typing import Any
 
 from transcode.errors import FormatError
-from transcode.producer import SGLANG, VLLM, Configs, Format, Leaf, Producer, Role, Target, Told
+from transcode.producer import (
+    E8M0,
+    FLOATS,
+    SGLANG,
+    VLLM,
+    Configs,
+    Format,
+    Leaf,
+    Producer,
+    Role,
+    Target,
+    Told,
+)
 from transcode.quant import Encoding
 
-FLOATS = ("F32", "BF16", "F16")
 CODES = Leaf("weight", ("F8_E4M3",))
 INPUT = Leaf("input_scale", FLOATS)
 SCALE_INV = "weight_scale_inv"
@@ -53,7 +64,7 @@ def describe(told: Told) -> Configs:
         )
     if group.activations == "none":
         raise FormatError(f"{group.modules[0]}: 16 bit activations: deepseek-fp8 has no word")
-    powers = group.scales in ("U8", "F8_E8M0") or _said(told.source) == "ue8m0"
+    powers = group.scales in E8M0 or _said(told.source) == "ue8m0"
     return Configs(
         {
             "activation_scheme": "dynamic",

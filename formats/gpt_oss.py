@@ -28,20 +28,21 @@ from transcode.producer import (
     Role,
     Target,
     Told,
+    leaf_names,
 )
 from transcode.quant import Encoding
-
-LEAVES = {Role.CODES: "blocks", Role.SCALES: "scales", Role.BIAS: "bias"}
-STACKED = Fusion(
-    "gate_up_proj", "down_proj", {role: f"_{leaf}" for role, leaf in LEAVES.items()}, LEAVES,
-    interleaved=True, tail=(16,),
-)  # fmt: skip
 
 FORMAT = Format(
     "gpt-oss",
     Encoding.MXFP4,
     {Role.CODES: Leaf("blocks", ("U8",)), Role.SCALES: Leaf("scales", ("U8",))},
 )
+
+LEAVES = leaf_names([FORMAT])
+STACKED = Fusion(
+    "gate_up_proj", "down_proj", {role: f"_{leaf}" for role, leaf in LEAVES.items()}, LEAVES,
+    interleaved=True, tail=(16,),
+)  # fmt: skip
 
 PLAIN = [
     "model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens", "lm_head",

@@ -42,6 +42,7 @@ from transcode.producer import (
     Shape,
     Target,
     Told,
+    leaf_names,
 )
 from transcode.quant import Encoding
 
@@ -73,20 +74,8 @@ FORMATS = (
     _format(Encoding.FP8_BLOCK, "F8_E4M3", Leaf(SCALE, ("F32",), _four_axes), {}),
 )
 
-SUFFIXES = {
-    Role.CODES: "",
-    Role.SCALES: "_weight_scale",
-    Role.GLOBAL: "_weight_scale_2",
-    Role.INPUT: "_input_scale",
-    Role.BIAS: "_bias",
-}
-LEAVES = {
-    Role.CODES: "weight",
-    Role.SCALES: "weight_scale",
-    Role.GLOBAL: "weight_scale_2",
-    Role.INPUT: "input_scale",
-    Role.BIAS: "bias",
-}
+LEAVES = leaf_names(FORMATS)
+SUFFIXES = {role: f"_{leaf}" for role, leaf in LEAVES.items()} | {Role.CODES: ""}
 
 LLAMA4 = Fusion("gate_up_proj", "down_proj", SUFFIXES, LEAVES, transposed=True, one_scalar=True)
 GPT_OSS = Fusion(

@@ -21,6 +21,7 @@ from typing import Any
 from transcode.errors import FormatError
 from transcode.formats._lists import with_containers
 from transcode.producer import (
+    E8M0,
     SGLANG,
     VLLM,
     Configs,
@@ -37,7 +38,7 @@ from transcode.quant import Encoding
 EMULATED = replace(VLLM, note="needs the package amd-quark; emulated on NVIDIA GPUs")
 FOUR, EIGHT = Leaf("weight", ("U8",)), Leaf("weight", ("F8_E4M3",))
 INPUT = {Role.INPUT: Leaf("input_scale", ("F32",))}
-FLOATS = Leaf("weight_scale", ("F32",))
+FLOAT = Leaf("weight_scale", ("F32",))
 
 
 def _format(encoding: Encoding, codes: Leaf, scales: Leaf, more: Mapping[Role, Leaf]) -> Format:
@@ -46,8 +47,8 @@ def _format(encoding: Encoding, codes: Leaf, scales: Leaf, more: Mapping[Role, L
 
 FORMATS = (
     _format(Encoding.MXFP4, FOUR, Leaf("weight_scale", ("U8",)), INPUT),
-    _format(Encoding.FP8_TENSOR, EIGHT, FLOATS, INPUT),
-    _format(Encoding.FP8_CHANNEL, EIGHT, FLOATS, {}),
+    _format(Encoding.FP8_TENSOR, EIGHT, FLOAT, INPUT),
+    _format(Encoding.FP8_CHANNEL, EIGHT, FLOAT, {}),
     _format(Encoding.FP8_BLOCK, EIGHT, Leaf("weight_scale", ("F32", "U8", "F8_E8M0")), {}),
     Format(
         "quark",
@@ -106,7 +107,7 @@ def _weight(group: Group) -> dict[str, Any]:
             return _spec("fp8_e4m3", "per_tensor", dynamic=False)
         case Encoding.FP8_CHANNEL:
             return _spec("fp8_e4m3", "per_channel", dynamic=False, ch_axis=0)
-    powers = {"scale_type": "float8_e8m0fnu"} if group.scales in ("U8", "F8_E8M0") else {}
+    powers = {"scale_type": "float8_e8m0fnu"} if group.scales in E8M0 else {}
     size = list(group.block or ())
     return _spec("fp8_e4m3", "per_block", dynamic=False, block_size=size, **powers)
 

@@ -8,10 +8,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
 
 from tests.build import Spec, build
 from tests.convert import pack, run
+from tests.packed import tensors
+from tests.rewriting import same_bytes
 
 DATA = Path(__file__).parent / "data"
 SMALL = Spec(hidden=192, intermediate=96, experts=3)
@@ -26,15 +27,6 @@ REAL = {
 STACKED = ("modelopt_nvfp4_llama4", "pair_cast_mxfp4_to_nvfp4_gptoss")
 
 
-def tensors(folder: Path) -> dict[str, torch.Tensor]:
-    return {n: t for file in folder.glob("*.safetensors") for n, t in load_file(file).items()}
-
-
-def same(found: torch.Tensor, wanted: torch.Tensor) -> bool:
-    raw = [t.contiguous().reshape(-1).view(torch.uint8) for t in (found, wanted)]
-    return (found.dtype, found.shape) == (wanted.dtype, wanted.shape) and torch.equal(*raw)
-
-
 def back(packed: Path, target: Path, form: str, *options: str) -> dict[str, torch.Tensor]:
     ran = run("convert", "--to", form, *options, packed, target)
     assert ran.code == 0, ran.err
@@ -47,8 +39,7 @@ def test_real_checkpoints_come_back(tmp_path: Path, name: str) -> None:
     packed = pack(DATA / name, tmp_path / "packed")
     stacked = ("--fused",) if name in STACKED else ()
     found, wanted = back(packed, tmp_path / "back", REAL[name], *stacked), tensors(DATA / name)
-    assert found.keys() == wanted.keys()
-    assert all(same(found[n], wanted[n]) for n in wanted)
+    same_bytes(found, wanted)
 
 
 @pytest.mark.parametrize("dialect", ["modelopt", "compressed-tensors"])
@@ -70,8 +61,7 @@ def test_built_checkpoints_come_back(
     build(tmp_path / "src", replace(SMALL, dialect=dialect, **change))  # type: ignore[arg-type]
     packed = pack(tmp_path / "src", tmp_path / "packed", *options)
     found, wanted = back(packed, tmp_path / "back", dialect), tensors(tmp_path / "src")
-    assert found.keys() == wanted.keys()
-    assert [n for n in wanted if not same(found[n], wanted[n])] == []
+    same_bytes(found, wanted)
 
 
 def test_what_was_rounded_stays_so_and_means_the_same(tmp_path: Path) -> None:
@@ -91,8 +81,7 @@ def test_a_packed_folder_is_packed_again_for_more_ranks(tmp_path: Path) -> None:
     assert again.code == 0, again.err
     pack(DATA / "modelopt_nvfp4_qwen3moe", tmp_path / "direct", "--tp", "4")
     found, wanted = tensors(tmp_path / "again"), tensors(tmp_path / "direct")
-    assert found.keys() == wanted.keys()
-    assert all(same(found[n], wanted[n]) for n in wanted)
+    same_bytes(found, wanted)
 
 
 @pytest.mark.parametrize(

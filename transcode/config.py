@@ -51,13 +51,18 @@ def activation_dtype(checkpoint: Checkpoint) -> str:
 
 def target_config(checkpoint: Checkpoint, mine: Mapping[str, Any]) -> dict[str, Any]:
     """The source's config with this quantization config and no other, and the packed dtype."""
-    config = _without(checkpoint)
+    config = _in_dtype(_without(checkpoint), mine["activation_dtype"])
+    return config | {"quantization_config": dict(mine)}
+
+
+def _in_dtype(config: dict[str, Any], dtype: str) -> dict[str, Any]:
+    """The same config, which now names this dtype wherever it named one."""
     text = config.get("text_config")
     for block in (config, text if isinstance(text, dict) else {}):
         for key in ("dtype", "torch_dtype"):
             if block.get(key) is not None:
-                block[key] = mine["activation_dtype"]
-    return config | {"quantization_config": dict(mine)}
+                block[key] = dtype
+    return config
 
 
 def _without(checkpoint: Checkpoint) -> dict[str, Any]:
@@ -77,11 +82,8 @@ def form_configs(checkpoint: Checkpoint, configs: Configs) -> dict[str, dict[str
     config = _without(checkpoint)
     config.pop("expert_dtype", None)  # DeepSeek-V4's: another form's experts are in another
     config |= dict(configs.top)
-    text = config.get("text_config")
-    for block in (config, text if isinstance(text, dict) else {}):
-        for key in ("dtype", "torch_dtype"):
-            if configs.dtype and block.get(key) is not None:
-                block[key] = configs.dtype
+    if configs.dtype:
+        _in_dtype(config, configs.dtype)
     if configs.quantization is not None:
         config |= {"quantization_config": configs.quantization}
     beside = {"hf_quant_config.json": configs.hf_quant} if configs.hf_quant else {}

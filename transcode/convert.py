@@ -71,8 +71,8 @@ class Ask:
     def options(self, checkpoint: Checkpoint) -> Options:
         """The options for this checkpoint."""
         dtype = self.dtype or activation_dtype(checkpoint)
-        unify = self.unify or ("keep" if self.form else "fold")
-        unify = "keep" if self.form and unify == "none" else unify
+        kept = self.form and self.unify in ("", "none")
+        unify = "keep" if kept else self.unify or "fold"
         return Options(self.layout, dtype, unify, self.exact, self.tp, self.shard_size, self.form)
 
 

@@ -15,11 +15,11 @@ from transcode.job import Job
 from transcode.module import Module
 from transcode.names import natural
 from transcode.origins import origins
-from transcode.outputs import POWERS
+from transcode.outputs import KEPT
 from transcode.plan import Output, Plan
-from transcode.producer import Form, Role
+from transcode.producer import E8M0, Form, Role
 from transcode.quant import Encoding
-from transcode.rewritten import SCALARS, input_factor, loss, made, turns, value
+from transcode.rewritten import input_factor, loss, made, turns, value
 from transcode.sayable import layers_of, missing
 from transcode.settle import NAN, prepare
 from transcode.unify import Unified, unify
@@ -40,11 +40,11 @@ def decide(checkpoint: Checkpoint, plan: Plan, read: Reader, device: torch.devic
     job = Job(plan, unified, {}, read, device, (), origins(checkpoint), cleaned, filled)
     for output in plan.outputs():
         recipe = output.recipe
-        if recipe and recipe.leaf and recipe.role in SCALARS and not form.producer.verbatim:
+        if recipe and recipe.leaf and recipe.role in KEPT and not form.producer.verbatim:
             _finite(output, job)
         if recipe and recipe.leaf and recipe.role in (Role.SCALES, Role.GLOBAL, Role.INPUT):
-            cast = any(m.parts[recipe.role].dtype != output.dtype for g in recipe.groups for m in g
-                       if recipe.role in m.parts)  # fmt: skip
+            parts = (m.parts.get(recipe.role) for m in recipe.modules)
+            cast = any(part and part.dtype != output.dtype for part in parts)
             if cast or (recipe.fusion and recipe.fusion.one_scalar and not output.shape):
                 for _ in made(output, job):  # raises where the target cannot hold the value
                     pass
@@ -56,7 +56,7 @@ def decide(checkpoint: Checkpoint, plan: Plan, read: Reader, device: torch.devic
 def _sound(quantised: Mapping[str, Module], read: Reader) -> None:
     """Raise FormatError for an FP8 scale that is NaN, infinite or negative."""
     for module in quantised.values():
-        if module.encoding not in EIGHT or module.scales.dtype in POWERS:
+        if module.encoding not in EIGHT or module.scales.dtype in E8M0:
             continue
         scales = read.tensor(module.scales).float()
         if not (scales.isfinite() & (scales >= 0)).all():
@@ -68,7 +68,7 @@ def _finite(output: Output, job: Job) -> None:
     """Raise FormatError for a scalar that has no finite number in the target's sense."""
     recipe = output.recipe
     assert recipe is not None
-    for module in (m for group in recipe.groups for m in group):
+    for module in recipe.modules:
         if not torch.isfinite(value(recipe, module, "F32", job)):
             raise FormatError(f"{module.name}: its {recipe.role} has no finite reciprocal")
 
@@ -79,9 +79,9 @@ def _exact(job: Job) -> None:
         recipe = output.recipe
         if loss(output, job):
             raise LossError(f"{output.name} is not exact in {output.dtype}")
-        if recipe is None or recipe.leaf is None or recipe.role not in SCALARS:
+        if recipe is None or recipe.leaf is None or recipe.role not in KEPT:
             continue
-        for module in (m for group in recipe.groups for m in group):
+        for module in recipe.modules:
             if turns(module, recipe.role, recipe.leaf, job):
                 stored = job.read.tensor(module.parts[recipe.role]).float()
                 if 1.0 / value(recipe, module, "F32", job) != stored:

@@ -92,9 +92,7 @@ def identity(checkpoint: Checkpoint, plan: Plan, version: str) -> dict[str, Any]
 def target_of(options: Options) -> dict[str, Any]:
     """The layout and its version, or the form and what was asked of it."""
     if options.form:
-        form = options.form
-        return {"to": form.target.name, "fused": form.fused, "drop_kv_scales": form.drop_kv,
-                "fill_input_scale": form.fill_input}  # fmt: skip
+        return {"to": options.form.target.name, **options.form.asked()}
     return {"to": options.layout.name, "version": options.layout.version}
 
 

@@ -22,6 +22,7 @@ from transcode.errors import LayoutError
 from transcode.header import TensorInfo
 from transcode.module import Module
 from transcode.names import address, family
+from transcode.producer import E8M0
 from transcode.quant import Encoding
 from transcode.stacks import Options
 
@@ -127,7 +128,7 @@ def changes(up: Module, down: Module, ratio: float) -> Iterator[tuple[TensorInfo
 
 def scaled(value: Tensor, info: TensorInfo, factor: float) -> Tensor:
     """A scale or bias times a factor; E8M0 (F8_E8M0, or U8) takes a power of two as an exponent."""
-    if info.dtype in ("F8_E8M0", "U8"):
+    if info.dtype in E8M0:
         exponent = value.view(torch.uint8).int() + round(math.log2(factor))
         return exponent.to(torch.uint8).view(value.dtype)
     return (value.double() * factor).to(value.dtype)
@@ -135,7 +136,7 @@ def scaled(value: Tensor, info: TensorInfo, factor: float) -> Tensor:
 
 def _takes(value: Tensor, info: TensorInfo, factor: float) -> bool:
     power = math.frexp(factor)[0] == 0.5
-    if info.dtype in ("F8_E8M0", "U8"):
+    if info.dtype in E8M0:
         if not power:
             return False
         exponent = value.view(torch.uint8).int() + round(math.log2(factor))

@@ -7,7 +7,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from transcode.checkpoint import Checkpoint
+from transcode.files import read_json
 from transcode.module import Module
 from transcode.names import address, natural
 from transcode.recognise import disagreements, quantization
@@ -31,7 +31,7 @@ def inspect(source: Path) -> dict[str, Any]:
     owned = {t.stored_name for m in recognised.modules.values() for t in m.leaves.values()}
     loose = [t for name, t in checkpoint.tensors.items() if name not in owned]
     config, where = quantization(checkpoint)
-    mine = packed_config(Checkpoint.open(source))
+    mine = packed_config(read_json(checkpoint.path / "config.json"))
     return {
         "packed": f"{mine['layout']} {mine['layout_version']}" if mine else None,
         "model_type": checkpoint.text_config.get("model_type"),

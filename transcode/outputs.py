@@ -9,15 +9,17 @@ from transcode.header import TensorInfo
 from transcode.module import Module
 from transcode.origins import Origins
 from transcode.plan import Kind, Output, Recipe
-from transcode.producer import Form, Fusion, Leaf, Role, Shape
+from transcode.producer import E8M0, FLOATS, Form, Fusion, Leaf, Role, Shape
 from transcode.quant import Encoding
 from transcode.stacking import Groups, stacked_shape
 from transcode.told import standard
 
-POWERS = ("U8", "F8_E8M0")
-"""dtypes of E8M0 scales."""
+KEPT = {Role.GLOBAL: Role.SOURCE_GLOBAL, Role.INPUT: Role.SOURCE_INPUT}
+"""The scalars that producers store in two senses, and where ours keeps them word for word."""
 
-SCALARS = (Role.GLOBAL, Role.INPUT, Role.SOURCE_GLOBAL, Role.SOURCE_INPUT)
+BASES = {kept: role for role, kept in KEPT.items()}
+SCALARS = (*KEPT, *BASES)
+"""They are always read: they are few, and some are turned over."""
 
 
 def stacked(
@@ -33,7 +35,7 @@ def stacked(
             name = stem + fusion.suffixes[role]
             one = shape_of(first, role, form)
             shape = stacked_shape(one, role, fusion, len(rows), len(rows[0]))
-            infos = [part for m in all_ if (part := m.parts.get(_base(role)))]
+            infos = [part for m in all_ if (part := m.parts.get(base_of(role)))]
             dtype = dtype_of(first, role, leaf, infos, source, form)
             recipe = Recipe(role, leaf, rows, fusion)
             yield Output(name, dtype, shape, Kind.REWRITE, recipe=recipe)
@@ -47,7 +49,7 @@ def single(module: Module, form: Form, source: Origins, filled: frozenset[str]) 
             yield Output(info.name, info.dtype, info.shape, Kind.COPY, source=info)
         return
     for role, leaf in _leaves(module, form, filled):
-        infos = [part] if (part := module.parts.get(_base(role))) else []
+        infos = [part] if (part := module.parts.get(base_of(role))) else []
         dtype = dtype_of(module, role, leaf, infos, source, form)
         shape = shape_of(module, role, form)
         stored = leaf.stored(shape) if leaf else shape
@@ -56,7 +58,7 @@ def single(module: Module, form: Form, source: Origins, filled: frozenset[str]) 
         yield Output(f"{name}.{leaf_name}", dtype, stored, Kind.REWRITE, recipe=recipe)
 
 
-BIAS = Leaf("bias", ("F32", "BF16", "F16"))
+BIAS = Leaf("bias", FLOATS)
 
 
 def _leaves(
@@ -79,16 +81,16 @@ def _has(module: Module, role: Role, form: Form) -> bool:
     inputs = form.quantises_inputs(module.encoding)
     if role in (Role.INPUT, Role.SOURCE_INPUT) and not inputs:
         return False
-    if role in (Role.SOURCE_GLOBAL, Role.SOURCE_INPUT):
-        base = _base(role)
+    if role in BASES:
+        base = base_of(role)
         leaf = module.written.leaves.get(base)
         return role in module.parts or (base in module.parts and leaf is not None and leaf.divisor)
     return role in module.parts
 
 
-def _base(role: Role) -> Role:
+def base_of(role: Role) -> Role:
     """The role whose tensor a scalar that is kept word for word is taken from."""
-    return {Role.SOURCE_GLOBAL: Role.GLOBAL, Role.SOURCE_INPUT: Role.INPUT}.get(role, role)
+    return BASES.get(role, role)
 
 
 def shape_of(module: Module, role: Role, form: Form) -> Shape:
@@ -116,6 +118,6 @@ def dtype_of(
         return once
     if own in leaf.dtypes:
         return own
-    if own in POWERS:
-        return next((d for d in leaf.dtypes if d in POWERS), leaf.dtypes[0])
+    if own in E8M0:
+        return next((d for d in leaf.dtypes if d in E8M0), leaf.dtypes[0])
     return leaf.dtypes[0]

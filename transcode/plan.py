@@ -45,6 +45,11 @@ class Recipe:
     groups: tuple[tuple[Module, ...], ...]
     fusion: Fusion | None = None
 
+    @property
+    def modules(self) -> Iterator[Module]:
+        """All of them, group by group."""
+        return (module for group in self.groups for module in group)
+
 
 @dataclass(frozen=True)
 class Output:

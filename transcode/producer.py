@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
@@ -12,6 +12,10 @@ from torch import Tensor
 from transcode.quant import Encoding
 
 Shape = tuple[int, ...]
+
+FLOATS = ("F32", "BF16", "F16")
+E8M0 = ("U8", "F8_E8M0")
+"""safetensors' dtypes of scales that are numbers, and of those that are exponents."""
 
 
 class Role(StrEnum):
@@ -64,6 +68,12 @@ class Format:
     def factor(self, stored: Tensor) -> Tensor:
         """Stored global or input scales, float32 of any shape, as factors."""
         return 1.0 / stored if self.leaves[Role.GLOBAL].divisor else stored.clone()
+
+
+def leaf_names(formats: Iterable[Format]) -> dict[Role, str]:
+    """What formats call each role, and a bias."""
+    found = {role: leaf.name for f in formats for role, leaf in f.leaves.items()}
+    return found | {Role.BIAS: "bias"}
 
 
 @dataclass(frozen=True)
@@ -221,6 +231,14 @@ class Form:
     fused: bool = False
     drop_kv: bool = False
     fill_input: bool = False
+
+    def asked(self) -> dict[str, bool]:
+        """What was asked, as the Report and a plan keep it."""
+        return {
+            "fused": self.fused,
+            "drop_kv_scales": self.drop_kv,
+            "fill_input_scale": self.fill_input,
+        }
 
     def quantises_inputs(self, encoding: Encoding) -> bool:
         """Whether input scales of modules in this encoding go along."""

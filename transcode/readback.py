@@ -40,8 +40,7 @@ def read_back(place: Path, job: Job) -> None:
         (module.name, output.recipe.role)
         for output in job.plan.outputs()
         if output.recipe and direct(output, job) is None
-        for group in output.recipe.groups
-        for module in group
+        for module in output.recipe.modules
     }
     with reader() as read:
         for name, module in job.plan.modules.items():

@@ -20,7 +20,7 @@ from transcode.module import Module, Problem, Recognised
 from transcode.names import PROJECTIONS, address
 from transcode.producer import Format, Producer, Role
 from transcode.quant import Encoding
-from transcode.sniff import Tiles, sniff
+from transcode.sniff import BLOCK_SCALES, CODES, Tiles, sniff
 
 SCALES = ("weight_scale", "weight_scale_2", "weight_global_scale", "weight_scale_inv")
 """Leaves that make no sense without a weight."""
@@ -36,8 +36,8 @@ REFUSED = {
 }
 """Leaves that change what the weight means, and why no target here can say so."""
 
-CODES = ("weight_packed", "weight", "blocks")
-BLOCK_SCALES = ("weight_scale", "weight_scale_inv", "scale", "scales")
+QUANTISED = ("U8", "I8", "I32", "F8_E4M3")
+"""dtypes of codes."""
 
 LEAVES = {
     *(*CODES, *BLOCK_SCALES, *SCALES, *REFUSED, "bias", "weight_shape", "activation_scale"),
@@ -159,9 +159,9 @@ def _module(
         return None
     if "weight_packed" in leaves and "weight" in leaves:
         raise FormatError("has both weight and weight_packed")
-    if len(weight.shape) > 2 and weight.dtype in ("U8", "I8", "I32", "F8_E4M3"):
+    quantised = weight.dtype in QUANTISED
+    if len(weight.shape) > 2 and quantised:
         raise FormatError(f"{weight}: stacked quantised experts of a kind that is not known here")
-    quantised = weight.dtype in ("U8", "I8", "I32", "F8_E4M3")
     if not quantised:
         if any(leaf in leaves for leaf in SCALES):
             scale = next((leaves[s] for s in BLOCK_SCALES if s in leaves), "second scale")
@@ -174,19 +174,22 @@ def _module(
     parts = dict(found.parts)
     for role in (Role.INPUT, Role.SOURCE_GLOBAL, Role.SOURCE_INPUT):
         if format_ and (info := leaves.get(format_.leaf(role))):
-            if info.nbytes * 8 != BITS[info.dtype]:
-                raise FormatError(f"{info}: wanted one {info.dtype}")
-            parts[role] = replace(info, shape=())
+            parts[role] = _single(info)
     for leaf in ("input_scale", "activation_scale"):  # whatever the encoding: FP8 blocks, static
         if info := leaves.get(leaf):
-            if info.nbytes * 8 != BITS[info.dtype]:
-                raise FormatError(f"{info}: wanted one {info.dtype}")
-            parts.setdefault(Role.INPUT, replace(info, shape=()))
+            parts.setdefault(Role.INPUT, _single(info))
     if "bias" in leaves:
         if found.shape and leaves["bias"].shape != found.shape[:1]:
             raise FormatError(f"{leaves['bias']}: wanted [{found.shape[0]}]")
         parts[Role.BIAS] = leaves["bias"]
     return Module(name, found.encoding, found.shape, leaves, format_, parts, found.block)
+
+
+def _single(info: TensorInfo) -> TensorInfo:
+    """A scalar in its logical shape; FormatError if it is more than one number."""
+    if info.nbytes * 8 != BITS[info.dtype]:
+        raise FormatError(f"{info}: wanted one {info.dtype}")
+    return replace(info, shape=())
 
 
 def _format(

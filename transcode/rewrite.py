@@ -109,7 +109,7 @@ def _notes(
     ]
     if inputs:
         yield f"{len(inputs)} input scales are left out: {form.target.name} has 16 bit activations"
-    halved = [m for m in quantised.values() if m.format and m.encoding is not m.format.encoding]
+    halved = [m for m in quantised.values() if is_adapted(m)]
     if halved:
         yield (
             f"{len(halved)} modules had one scale for 32 columns: each stands twice; their FP8 "

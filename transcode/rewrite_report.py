@@ -19,26 +19,16 @@ from transcode.checkpoint import Checkpoint
 from transcode.job import Job
 from transcode.loads import loaders
 from transcode.origins import hexed, key
+from transcode.outputs import KEPT
 from transcode.plan import Output
-from transcode.producer import Form, Loads, Role
+from transcode.producer import Loads, Role
 from transcode.recognise import disagreements
 from transcode.report import COMPLETE
-from transcode.rewritten import SCALARS, loss, turns, value
+from transcode.rewritten import loss, turns, value
 from transcode.settle import change, prepare
 from transcode.told import standard
 
 DONE = {"keep": "kept", "fold": "folded", "rescale": "rescaled"}
-
-
-def options_of_form(form: Form, unify: str, *, exact: bool) -> dict[str, Any]:
-    """The options as the Report keeps them, so that `verify` can make everything again."""
-    return {
-        "unify": unify,
-        "exact": exact,
-        "fused": form.fused,
-        "drop_kv_scales": form.drop_kv,
-        "fill_input_scale": form.fill_input,
-    }
 
 
 def rewrite_report(checkpoint: Checkpoint, job: Job, companions: Sequence[str]) -> dict[str, Any]:
@@ -50,21 +40,26 @@ def rewrite_report(checkpoint: Checkpoint, job: Job, companions: Sequence[str]) 
     carried = [o for o in outputs if o.recipe is None]
     reciprocals, turned = _reciprocals(outputs, job)
     zero = [name for name, s in unified.scalars.items() if s.zero]
+    model_type = checkpoint.text_config.get("model_type")
+    loads_in = loaders(form, plan.modules, plan.groups, model_type)
+    rescaled = _rescaled(job)
     return {
         "status": COMPLETE,
         "versions": {"transcode": __version__, "torch": torch.__version__},
         "format": form.target.name,
         "options": {
-            **options_of_form(form, plan.options.unify, exact=plan.options.exact),
+            "unify": plan.options.unify,
+            "exact": plan.options.exact,
+            **form.asked(),
             "shard_size": plan.options.shard_size,
         },
         "source": checkpoint.fingerprint(),
-        "loads_in": [asdict(loads) for loads in _loaders(checkpoint, job)],
+        "loads_in": [asdict(loads) for loads in loads_in],
         "modules": dict(Counter(str(m.encoding) for m in plan.modules.values())),
         "proved": _proved(job),
         "unified": [asdict(d) for d in unified.decisions],
         "scaled": dict(unified.scaled),
-        "rescaled": _rescaled(job),
+        "rescaled": rescaled,
         "folded_into": dict(unified.folds),
         "zero_matrices": zero,
         "cleaned_scales": sorted(job.cleaned),
@@ -74,15 +69,12 @@ def rewrite_report(checkpoint: Checkpoint, job: Job, companions: Sequence[str]) 
         "companions": list(companions),
         "left_out": [asdict(entry) for entry in checkpoint.left_out],
         "origin": {"dtypes": _dtypes(outputs), "reciprocals": reciprocals},
-        "notes": [*_notes(checkpoint, job, len(reciprocals), turned, zero)],
+        "notes": [
+            *_before(checkpoint, job, loads_in),
+            *_changed(job, rescaled),
+            *_oddities(job, len(reciprocals), turned, zero),
+        ],
     }
-
-
-def _loaders(checkpoint: Checkpoint, job: Job) -> list[Loads]:
-    form = job.plan.options.form
-    assert form is not None
-    model_type = checkpoint.text_config.get("model_type")
-    return loaders(form, job.plan.modules, job.plan.groups, model_type)
 
 
 def _rescaled(job: Job) -> dict[str, Any]:
@@ -116,15 +108,15 @@ def _reciprocals(outputs: Sequence[Output], job: Job) -> tuple[dict[str, str], i
     found, count = dict[str, str](), 0
     beside = {o.recipe.role for o in outputs if o.recipe}
     for recipe in (o.recipe for o in outputs if o.recipe):
-        if recipe.leaf is None or recipe.role not in SCALARS:
+        if recipe.leaf is None or recipe.role not in KEPT:
             continue
-        for module in (m for group in recipe.groups for m in group):
+        for module in recipe.modules:
             if not turns(module, recipe.role, recipe.leaf, job):
                 continue
             count += 1
             stored = job.read.tensor(module.parts[recipe.role]).float()
             written = value(recipe, module, "F32", job)
-            if 1.0 / written != stored and SCALARS[recipe.role] not in beside:
+            if 1.0 / written != stored and KEPT[recipe.role] not in beside:
                 found[f"{standard(module.name)}.{recipe.leaf.name}"] = hexed(float(stored))
     return found, count
 
@@ -135,7 +127,7 @@ def _dtypes(outputs: Sequence[Output]) -> dict[str, str]:
     for output in outputs:
         recipe = output.recipe
         if recipe and recipe.leaf and recipe.role in (Role.SCALES, Role.INPUT):
-            for module in (m for group in recipe.groups for m in group):
+            for module in recipe.modules:
                 if part := module.parts.get(recipe.role):
                     found.setdefault(key(module, recipe.role), set()).add(
                         (part.dtype, output.dtype)
@@ -144,15 +136,18 @@ def _dtypes(outputs: Sequence[Output]) -> dict[str, str]:
     return {name: source for name, (source, stored) in pairs.items() if source != stored}
 
 
-def _notes(
-    checkpoint: Checkpoint, job: Job, inexact: int, turned: int, zero: Sequence[str]
-) -> Iterator[str]:
+def _before(checkpoint: Checkpoint, job: Job, loads_in: Sequence[Loads]) -> Iterator[str]:
+    """What the source, the plan and the runtimes are to be known for."""
     yield from checkpoint.notes
     yield from disagreements(checkpoint, job.plan.modules)
     yield from job.plan.notes
     form = job.plan.options.form
-    if form and not _loaders(checkpoint, job):
+    if form and not loads_in:
         yield f"no runtime that was read loads this from {form.target.name} (docs/formats.md)"
+
+
+def _changed(job: Job, rescaled: Mapping[str, Any]) -> Iterator[str]:
+    """Groups whose global scales differ, and what was done to them."""
     kept = [d for d in job.unified.decisions if d.how == "keep"]
     if kept:
         worst = max(kept, key=lambda d: d.ratio)
@@ -166,15 +161,19 @@ def _notes(
             "folded: the function is preserved, the matrices up and down are not; "
             "LoRA adapters for them need --unify rescale"
         )
-    rescaled = [d for d in job.unified.decisions if d.how == "rescale"]
-    if rescaled and job.plan.options.unify == "fold":
-        yield f"{len(rescaled)} groups are rescaled, not folded: {rescaled[0].why}"
+    instead = [d for d in job.unified.decisions if d.how == "rescale"]
+    if instead and job.plan.options.unify == "fold":
+        yield f"{len(instead)} groups are rescaled, not folded: {instead[0].why}"
     if job.unified.multiplier:
-        told = _rescaled(job)
         yield (
             f"block scales of {len(job.unified.multiplier)} matrices rounded again: "
-            f"{told['scales']}, by {told['by_at_most']:.1%} at most, {told['to_zero']} to zero"
+            f"{rescaled['scales']}, by {rescaled['by_at_most']:.1%} at most, "
+            f"{rescaled['to_zero']} to zero"
         )
+
+
+def _oddities(job: Job, inexact: int, turned: int, zero: Sequence[str]) -> Iterator[str]:
+    """What is not exact, not finite, zero, or made up."""
     if bad := [name for name, loss in job.losses.items() if loss == math.inf]:
         yield f"{len(bad)} matrices hold NaN or infinity, as the source says, {bad[0]} among them"
     if inexact:

@@ -14,14 +14,11 @@ from transcode.fold import scaled
 from transcode.header import TensorInfo
 from transcode.job import Job
 from transcode.module import Module
-from transcode.outputs import POWERS
+from transcode.outputs import KEPT, SCALARS, base_of
 from transcode.plan import Output, Recipe
-from transcode.producer import Fusion, Leaf, Role
+from transcode.producer import E8M0, Fusion, Leaf, Role
 from transcode.quant import decode, exponents, powers
 from transcode.settle import prepare
-
-SCALARS = {Role.GLOBAL: Role.SOURCE_GLOBAL, Role.INPUT: Role.SOURCE_INPUT}
-"""The scalars that producers store in two senses, and where ours keeps them word for word."""
 
 
 def direct(output: Output, job: Job) -> TensorInfo | None:
@@ -29,7 +26,7 @@ def direct(output: Output, job: Job) -> TensorInfo | None:
     if output.source is not None:
         return None if output.source.name in job.unified.scaled else output.source
     recipe = output.recipe
-    if recipe is None or recipe.fusion or recipe.leaf is None or recipe.role in _TURNED:
+    if recipe is None or recipe.fusion or recipe.leaf is None or recipe.role in SCALARS:
         return None
     module = recipe.groups[0][0]
     part = module.parts[recipe.role]
@@ -37,10 +34,6 @@ def direct(output: Output, job: Job) -> TensorInfo | None:
         return None
     changed = recipe.role is Role.SCALES and _prepared(module, recipe.leaf, job)
     return None if changed else part
-
-
-_TURNED = (*SCALARS, *SCALARS.values())
-"""Scalars are always read: they are few, and some are turned over."""
 
 
 def _same(found: str, wanted: str) -> bool:
@@ -77,13 +70,13 @@ def _joined(values: list[Tensor], role: Role, fusion: Fusion) -> Tensor:
 
 def _one(recipe: Recipe, output: Output, job: Job) -> Tensor:
     """One scalar for all experts and halves; LossError where they differ."""
-    modules = [module for group in recipe.groups for module in group]
+    modules = [*recipe.modules]
     values = torch.stack([value(recipe, m, output.dtype, job) for m in modules])
     if not torch.equal(values, values[:1].expand_as(values)):
         worst = float(values.max() / values.min())
         if recipe.role is Role.INPUT and job.plan.options.unify != "keep":
             return values.max()
-        how = "--unify rescale makes them one" if recipe.role in SCALARS else "leave out --fused"
+        how = "--unify rescale makes them one" if recipe.role in KEPT else "leave out --fused"
         raise LossError(
             f"{output.name}: one scalar for all experts, theirs differ {worst:.4g}-fold; {how}"
         )
@@ -99,8 +92,7 @@ def value(recipe: Recipe, module: Module, dtype: str, job: Job) -> Tensor:
         case Role.GLOBAL | Role.INPUT:
             return _scalar(module, role, leaf, job).to(DTYPES[dtype])
         case Role.SOURCE_GLOBAL | Role.SOURCE_INPUT:
-            base = Role.GLOBAL if role is Role.SOURCE_GLOBAL else Role.INPUT
-            own = module.parts.get(role) or module.parts.get(base)
+            own = module.parts.get(role) or module.parts.get(base_of(role))
             return job.read.tensor(own) if own else torch.tensor(float("nan"))
         case Role.SCALES if _prepared(module, leaf, job):
             return prepare(module, job.unified, job.read)
@@ -188,7 +180,7 @@ def _turned(module: Module, role: Role, stored: Tensor, leaf: Leaf, job: Job) ->
 
 def kept_of(module: Module, role: Role, job: Job) -> Tensor | None:
     """What a scalar was before it was turned over: a tensor beside it, or in the Report."""
-    own = SCALARS[role]
+    own = KEPT[role]
     if own in module.parts:
         return job.read.tensor(module.parts[own])
     value = job.origins.reciprocals.get(module.parts[role].name)
@@ -202,9 +194,9 @@ def _cast(value: Tensor, info: TensorInfo, dtype: str) -> Tensor:
         return value
     if _same(info.dtype, dtype):
         return value.view(wanted)
-    if info.dtype in POWERS:
+    if info.dtype in E8M0:
         return powers(value).to(wanted)
-    if dtype in POWERS:
+    if dtype in E8M0:
         try:
             return exponents(value).view(wanted)
         except ValueError as error:
@@ -241,7 +233,7 @@ def loss(output: Output, job: Job) -> float:
         return 0.0
     if output.name not in job.losses:
         worst = 0.0
-        for module in (m for group in recipe.groups for m in group):
+        for module in recipe.modules:
             exact = decoded(module, job)
             if not exact.isfinite().all():
                 job.losses[module.name] = math.inf  # NaN or infinite, as the source says

@@ -14,7 +14,7 @@ from transcode.names import GATE_UP, QKV, W1_W3, address, natural
 from transcode.producer import Form, Role
 from transcode.quant import Encoding
 from transcode.recognise import REFUSED
-from transcode.stacks import all_there, experts_of
+from transcode.stacks import all_there, experts_of, same_projections
 
 
 def require_family(checkpoint: Checkpoint, form: Form) -> None:
@@ -137,11 +137,8 @@ def require_experts(checkpoint: Checkpoint, modules: Mapping[str, Module]) -> No
         if all(m.encoding is Encoding.UNQUANTISED for m in parts):
             continue
         all_there(container, experts, checkpoint)
-        first = experts[min(experts)]
+        same_projections(container, experts)
         for e, mine in experts.items():
-            if mine.keys() != first.keys():
-                differs = ", ".join(sorted(set(mine) ^ set(first)))
-                raise FormatError(f"{container}.{e}: experts 0 and {e} differ in {differs}")
             gate, up, down = (mine[p].shape if p in mine else () for p in ("gate", "up", "down"))
             if (gate and up and gate != up) or (up and down and up != down[::-1]):
                 raise FormatError(
@@ -172,15 +169,8 @@ def _sayable(module: Module, form: Form) -> None:
         raise FormatError(
             f"{module.name} is {module.encoding}: {form.target.name} has no word for it"
         )
-    stray = None if is_adapted(module) else stray_input(module)
-    if stray and form.quantises_inputs(module.encoding):
-        raise FormatError(f"{stray.name}: {form.target.name} has no place for it")
-    lost = [
-        role
-        for role in (Role.INPUT,)
-        if role in module.parts
-        and role not in format_.leaves
-        and form.quantises_inputs(module.encoding)
-    ]
-    if lost:
-        raise FormatError(f"{module.parts[lost[0]].name}: {form.target.name} has no place for it")
+    lost = None if is_adapted(module) else stray_input(module)
+    if Role.INPUT not in format_.leaves:
+        lost = lost or module.parts.get(Role.INPUT)
+    if lost and form.quantises_inputs(module.encoding):
+        raise FormatError(f"{lost.name}: {form.target.name} has no place for it")

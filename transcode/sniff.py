@@ -11,11 +11,14 @@ from typing import Any
 
 from transcode.errors import FormatError
 from transcode.header import TensorInfo
-from transcode.producer import Role, Shape
+from transcode.producer import E8M0, FLOATS, Role, Shape
 from transcode.quant import Encoding
 
-FLOATS = ("F32", "BF16", "F16")
-POWERS = tuple(1 << i for i in range(4, 16))
+CODES = ("weight_packed", "weight", "blocks")
+BLOCK_SCALES = ("weight_scale", "weight_scale_inv", "scale", "scales")
+"""Leaves of codes and of their scales, whoever writes them."""
+
+SIZES = tuple(1 << i for i in range(4, 16))
 """Sizes that a tile may have where no config says it."""
 
 
@@ -86,12 +89,13 @@ def sniff(leaves: Mapping[str, TensorInfo], tiles: tuple[tuple[int, int], ...]) 
     ):
         if _is_nvfp4(leaves, codes, scales, factor):
             return _nvfp4(leaves, codes, scales, factor)
-    weight = next(leaves[c] for c in ("weight_packed", "weight", "blocks") if c in leaves)
-    names = ("weight_scale", "weight_scale_inv", "scale", "scales")
-    present = [leaves[s] for s in (*names, "weight_scale_2", "weight_global_scale") if s in leaves]
+    weight = next(leaves[c] for c in CODES if c in leaves)
+    present = [
+        leaves[s] for s in (*BLOCK_SCALES, "weight_scale_2", "weight_global_scale") if s in leaves
+    ]
     if len(present) > 1:
         raise FormatError(f"{weight} has {present[0]} and {present[1]}, wanted one of them")
-    scale = next((leaves[s] for s in names if s in leaves), None)
+    scale = next((leaves[s] for s in BLOCK_SCALES if s in leaves), None)
     if scale is None:
         raise FormatError(f"{weight} has no scale")
     if weight.dtype == "I32" and "weight_shape" in leaves:
@@ -100,7 +104,7 @@ def sniff(leaves: Mapping[str, TensorInfo], tiles: tuple[tuple[int, int], ...]) 
         raise FormatError(f"{weight}: wanted a matrix")
     if not weight.nbytes:
         raise FormatError(f"{weight}: has no elements")
-    if weight.dtype in ("U8", "I8") and scale.dtype in ("U8", "F8_E8M0"):
+    if weight.dtype in ("U8", "I8") and scale.dtype in E8M0:
         return _blocks_of_32(Encoding.MXFP4, weight, scale, 2 * weight.shape[1])
     if weight.dtype != "F8_E4M3":
         raise FormatError(f"{weight} with {scale}: no encoding known here")
@@ -151,7 +155,7 @@ def _blocks_of_32(encoding: Encoding, weight: TensorInfo, scale: TensorInfo, k: 
 
 def _fp8(weight: TensorInfo, scale: TensorInfo, tiles: tuple[tuple[int, int], ...]) -> Found:
     n, k = weight.shape
-    mx = scale.dtype in ("U8", "F8_E8M0")
+    mx = scale.dtype in E8M0
     if mx and k % 32 == 0 and scale.shape == (n, k // 32):
         return _blocks_of_32(Encoding.MXFP8, weight, scale, k)
     if not mx and scale.dtype not in FLOATS:
@@ -180,7 +184,7 @@ def _guess(shape: tuple[int, int], blocks: tuple[int, int]) -> Iterator[tuple[in
     """The tile of powers of two that cuts a shape into so many blocks: there is at most one for
     an axis of several blocks; along an axis of one block it is the other axis'."""
     sizes = [
-        next((t for t in POWERS if count > 1 and -(-n // t) == count), 0)
+        next((t for t in SIZES if count > 1 and -(-n // t) == count), 0)
         for n, count in zip(shape, blocks, strict=True)
     ]
     rows, columns = sizes[0] or sizes[1], sizes[1] or sizes[0]

@@ -129,10 +129,8 @@ def _complete(
         raise FormatError(
             f"{container}.0: has {', '.join(sorted(first))}, wanted (gate,) up and down"
         )
-    for e, parts in experts.items():
-        if set(parts) != set(first):
-            differs = ", ".join(sorted(set(parts) ^ set(first)))
-            raise FormatError(f"{container}.{e}: experts 0 and {e} differ in {differs}")
+    same_projections(container, experts)
+    for parts in experts.values():
         for key, module in parts.items():
             if module.encoding is not first[key].encoding:
                 raise FormatError(
@@ -160,6 +158,15 @@ def all_there(container: str, experts: Collection[int], checkpoint: Checkpoint) 
     count = max(wanted, max(experts) + 1)
     if holes := [e for e in range(min(count, len(experts) + 1)) if e not in experts]:
         raise FormatError(f"{container}: expert {holes[0]} is missing; there are {len(experts)}")
+
+
+def same_projections(container: str, experts: Mapping[int, Mapping[str, Module]]) -> None:
+    """Raise FormatError if an expert has other projections than the first."""
+    first = experts[min(experts)]
+    for e, parts in experts.items():
+        if parts.keys() != first.keys():
+            differs = ", ".join(sorted(set(parts) ^ set(first)))
+            raise FormatError(f"{container}.{e}: experts 0 and {e} differ in {differs}")
 
 
 def siblings(

@@ -13,12 +13,10 @@ from transcode.header import TensorInfo
 from transcode.module import Module
 from transcode.names import address, natural
 from transcode.plan import Output
-from transcode.producer import Form, Group, Role, Told
+from transcode.producer import E8M0, Form, Group, Role, Told
 from transcode.quant import Encoding
-from transcode.recognise import quantization
+from transcode.recognise import QUANTISED, quantization
 from transcode.stacks import experts_of
-
-QUANTISED = ("U8", "I8", "I32", "F8_E4M3")
 
 
 def tell(
@@ -34,7 +32,7 @@ def tell(
     filled: the modules whose missing input scales are made up.
     """
     stored = {id(m): o.dtype for o in outputs if (r := o.recipe) and r.role is Role.SCALES
-              for g in r.groups for m in g}  # fmt: skip
+              for m in r.modules}  # fmt: skip
     quantised_as = activations(checkpoint)
     found: dict[tuple[Encoding, str, tuple[int, int] | None, str], list[str]] = {}
     for name, module in sorted(modules.items(), key=lambda m: natural(m[0])):
@@ -44,7 +42,7 @@ def tell(
         if how == "static" and not form.quantises_inputs(module.encoding):
             how = "none"
         dtype = stored.get(id(module), "")
-        scales = "E8M0" if dtype in ("U8", "F8_E8M0") else "float"
+        scales = "E8M0" if dtype in E8M0 else "float"
         found.setdefault((module.encoding, how, module.block, scales), []).append(name)
     groups = tuple(
         Group(encoding, how, block, "F8_E8M0" if scales == "E8M0" else "F32", tuple(names))

@@ -90,7 +90,7 @@ class Rescaled:
 def opened(path: Path) -> tuple[Checkpoint, Recognised]:
     """A checkpoint and its modules; of a packed folder, as its source had them."""
     checkpoint = Checkpoint.open(path)
-    config = packed_config(checkpoint)
+    config = packed_config(checkpoint.config)
     if config is None:
         _require_version(checkpoint)
         return checkpoint, recognise(checkpoint)
@@ -140,13 +140,13 @@ def _all(module: Module) -> Iterator[TensorInfo]:
 
 def require_packed(path: Path) -> None:
     """Raise FormatError for a folder that is not packed for a kernel."""
-    if packed_config(Checkpoint.open(path)) is None:
+    if packed_config(read_json(path / "config.json")) is None:
         raise FormatError(f"{path}: --kernel is for folders that are packed for a kernel")
 
 
-def packed_config(checkpoint: Checkpoint) -> dict[str, Any] | None:
-    """The config of a folder that this program packed for a kernel; None for any other."""
-    config = checkpoint.config.get("quantization_config")
+def packed_config(whole: Mapping[str, Any]) -> dict[str, Any] | None:
+    """The part of a config.json that this program wrote for a kernel; None in any other."""
+    config = whole.get("quantization_config")
     if not isinstance(config, dict) or config.get("quant_method") != "transcode":
         return None
     layout = config.get("layout")
@@ -192,6 +192,15 @@ class _Stack:
     config: Mapping[str, Any]
     report: Mapping[str, Any]
 
+    @property
+    def dense(self) -> bool:
+        """Whether every member has tensors of its own, and there are no experts."""
+        return self.size["experts"] is None
+
+    def _of(self, info: TensorInfo, e: int) -> TensorInfo:
+        """An expert's entry of a stacked tensor; a dense member's is its own."""
+        return info if self.dense else info.entry(e)
+
     def modules(self) -> Iterator[Module]:
         """Every member of every group."""
         prefix, _, last = self.name.rpartition(".")
@@ -220,7 +229,7 @@ class _Stack:
         format_ = _format(self.size["formats"][0])
         lifts = self.size["lift"]
         lift = float(lifts[e] if isinstance(lifts, list) else lifts)
-        stem = f"{name}." if self.size["experts"] is None else f"{self.name}_"
+        stem = f"{name}." if self.dense else f"{self.name}_"
         lost = (b64decode(flushed["at"]), b64decode(flushed["bytes"])) if flushed else (b"", b"")
         parts = {
             Role.CODES: self._part(stem + "weight", e, i, Role.CODES, "U8", (n, k // 2)),
@@ -230,7 +239,7 @@ class _Stack:
             ),
             Role.GLOBAL: self._scalar(stem + "source_global_scale", e, i),
         }  # fmt: skip
-        kernel = self.checkpoint.tensors[stem + _KERNEL[self.size["experts"] is None]]
+        kernel = self.checkpoint.tensors[stem + _KERNEL[self.dense]]
         if rescaled:
             parts[Role.GLOBAL] = self._rescaled(kernel, e, lift, format_)
         if stem + "source_input_scale" in self.checkpoint.tensors and not no_input:
@@ -238,16 +247,13 @@ class _Stack:
         if stem + "bias" in self.checkpoint.tensors:
             dtype = self.checkpoint.tensors[stem + "bias"].dtype
             parts[Role.BIAS] = self._part(stem + "bias", e, i, Role.BIAS, dtype, (n,))
-        leaves = {format_.leaf(role): replace(part, name=f"{name}.{format_.leaf(role)}")
-                  for role, part in parts.items() if role is not Role.BIAS}  # fmt: skip
+        named = {role: replace(part, name=f"{name}.{format_.leaf(role) or 'bias'}")
+                 for role, part in parts.items()}  # fmt: skip
+        leaves = {format_.leaf(role) or "bias": part for role, part in named.items()}
         leaves["packed_global_scale"] = kernel
         for leaf in ("source_global_scale", "source_input_scale"):
             if stem + leaf in self.checkpoint.tensors:
                 leaves[leaf] = self.checkpoint.tensors[stem + leaf]
-        named = {role: replace(part, name=f"{name}.{format_.leaf(role) or 'bias'}")
-                 for role, part in parts.items()}  # fmt: skip
-        if Role.BIAS in named:
-            leaves["bias"] = named[Role.BIAS]
         return Module(name, Encoding.NVFP4, (n, k), leaves, format_, named)
 
     def _part(
@@ -256,25 +262,24 @@ class _Stack:
     ) -> TensorInfo:  # fmt: skip
         """A member's columns of a packed tensor; a dense member has a tensor of its own."""
         info = self.checkpoint.tensors[stored]
-        one = info.entry(e) if self.size["experts"] is not None else info
+        one = self._of(info, e)
         rows, k = self.size["padded_n"], self.size["padded_k"]
         widths = [n if role is not Role.CODES else self.layout.weight_shape(n, k)[1] for n in rows]
-        alone = self.size["experts"] is None
-        first, width = (0, widths[i]) if alone else (sum(widths[:i]), widths[i])
-        cut = Unpack(one.shape, info.dtype, self.layout, role, first, width, lift, flushed)
+        first = 0 if self.dense else sum(widths[:i])
+        cut = Unpack(one.shape, info.dtype, self.layout, role, first, widths[i], lift, flushed)
         nbytes = bytes_of(dtype, shape)
         return replace(one, dtype=dtype, shape=shape, nbytes=nbytes, part_of=info.name, cut=cut)
 
     def _scalar(self, stored: str, e: int, i: int) -> TensorInfo:
         """A source's scalar, word for word."""
         info = self.checkpoint.tensors[stored]
-        one = info if self.size["experts"] is None else info.entry(e)
+        one = self._of(info, e)
         one = one.entry(i) if one.shape else one
         return replace(one, part_of=info.name)
 
     def _rescaled(self, info: TensorInfo, e: int, lift: float, format_: Format) -> TensorInfo:
         """The global scale of a group whose block scales were rounded, from the kernel's."""
-        one = info if self.size["experts"] is None else info.entry(e)
+        one = self._of(info, e)
         constant = self.layout.pack_global(
             torch.ones(1), torch.tensor([lift]), self.config["activation_dtype"]
         )

@@ -20,7 +20,8 @@ from transcode.header import TensorInfo
 from transcode.module import Module, Problem, Recognised
 from transcode.names import address, family, natural
 from transcode.quant import Encoding
-from transcode.recognise import BLOCK_SCALES, CODES, INSTEAD, LEAVES, REFUSED, SCALES, one_by_one
+from transcode.recognise import INSTEAD, LEAVES, REFUSED, SCALES, one_by_one
+from transcode.sniff import BLOCK_SCALES, CODES
 from transcode.stacks import COUNTS, experts_of
 
 MTP_KEYS = ("num_nextn_predict_layers", "mtp_num_hidden_layers", "num_mtp_layers")
