@@ -38,7 +38,8 @@ class Moves:
     A tile has two words along each of its axes, which are counted in the order of reading, slowest
     first. Strides are in words. The swaps come before the crosses.
 
-    outer: size, read stride, write stride of the digits that count the tiles, slowest first.
+    outer: size, read stride, write stride of the digits that count the tiles, slowest first, in
+        the order of writing, or of reading where a tile has shorter runs there.
     read: the stride of each axis.
     swaps: shift and mask; the elements under the mask change places with those `shift` bits up.
     crosses: axis, shift and mask; the elements under the mask of the second word along the axis
@@ -80,11 +81,15 @@ def plan(read: Digits, write: Digits, bits: int, word: int, tile: int) -> Moves:
     places = [arrived.get(digit, digit) for digit in write]  # the axis that a digit is found on
     axes = _tile(read, places, [enters for enters, _, _ in crosses], tile)
     at, to = _strides(read), dict(zip(places, _strides(write).values(), strict=True))
+    reads, writes = [at[d] for d in axes], [to[d] for d in places if d in axes]
+    short = _run(reads) < _run(writes)  # neighbours in the order of reading then share cache lines
     return Moves(
         bits=bits,
         word=bits << inside,
-        outer=_merge([(d.size, at[d], to[d]) for d in places if d not in axes]),
-        read=tuple(at[d] for d in axes),
+        outer=_merge(
+            [(d.size, at[d], to[d]) for d in (read if short else places) if d not in axes]
+        ),
+        read=tuple(reads),
         swaps=tuple(
             (bits * ((1 << high) - (1 << low)), _mask(bits, inside, {low: 1, high: 0}))
             for low, high in swaps
@@ -107,6 +112,12 @@ def runs(strides: Sequence[int]) -> tuple[tuple[int, int, int], ...]:
         else:
             found.append((1 << place, 2, stride))
     return tuple(found)
+
+
+def _run(strides: Sequence[int]) -> int:
+    """How many words of a tile lie side by side."""
+    _, size, stride = runs(strides)[0] if strides else (1, 1, 1)
+    return size if stride == 1 else 1
 
 
 def _cut(factor: str, size: int) -> Digits:

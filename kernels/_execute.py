@@ -34,9 +34,7 @@ def apply(tiling: Tiling, source: Tensor, bits: int, table: Tensor | None = None
     shape = tuple(source.shape)
     if bits == 4:
         shape = (*shape[:-1], shape[-1] * 2)
-    sizes = tiling.sizes(shape)
-    stored = [prod(sizes[factor] for factor in group) for group in tiling.groups]
-    out = _empty(stored, bits, torch.int32, source)
+    out = _empty(_stored(tiling, shape), bits, torch.int32, source)
     _move(_forth, (tiling, shape, bits), source, out, table)
     return out
 
@@ -86,6 +84,12 @@ def _move(
 
 
 @lru_cache
+def _stored(tiling: Tiling, shape: tuple[int, ...]) -> tuple[int, ...]:
+    sizes = tiling.sizes(shape)
+    return tuple(prod(sizes[factor] for factor in group) for group in tiling.groups)
+
+
+@lru_cache
 def _forth(tiling: Tiling, shape: tuple[int, ...], bits: int, word: int, tile: int) -> Moves:
     source, stored = orders(tiling, shape)
     return plan(source, stored, bits, word, tile)
@@ -99,12 +103,13 @@ def _back(tiling: Tiling, shape: tuple[int, ...], bits: int, word: int, tile: in
 
 def _empty(shape: Sequence[int], bits: int, nibbles: torch.dtype, like: Tensor) -> Tensor:
     """Room for `shape` elements; `nibbles` is the dtype that holds those of 4 bits."""
-    if bits != 4:
-        return torch.empty(tuple(shape), dtype=like.dtype, device=like.device)
-    each = nibbles.itemsize * 2
+    dtype = like.dtype if bits != 4 else nibbles
+    each = 1 if bits != 4 else nibbles.itemsize * 2
     if shape[-1] % each:
         raise LayoutError(f"the last axis has {shape[-1]} nibbles, wanted a multiple of {each}")
-    return torch.empty((*shape[:-1], shape[-1] // each), dtype=nibbles, device=like.device)
+    run = executor(like.device)
+    out: Tensor = run.empty((*shape[:-1], shape[-1] // each), dtype, like.device)
+    return out
 
 
 def _check(given: Tensor, bits: int, nibbles: torch.dtype, table: Tensor | None) -> None:

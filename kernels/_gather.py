@@ -6,6 +6,7 @@ All elements are raw unsigned integers; nothing here knows what a number means.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -79,6 +80,7 @@ def move_tile(  # type: ignore[no-untyped-def]
     tl.store(out + _places(WRITE, TILE), x.reshape([TILE]))
 
 
+@lru_cache
 def constants(moves: Moves) -> dict[str, Any]:
     """The compile-time parameters of `move_tile`.
 
@@ -115,6 +117,11 @@ def _permutation(order: Sequence[int]) -> tuple[tuple[int, ...], tuple[int, ...]
     by_source = sorted(groups)
     shape = tuple(1 << len(group) for group in by_source)
     return shape or (1,), tuple(by_source.index(group) for group in groups) or (0,)
+
+
+def empty(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """New memory on a GPU, from torch's own pool."""
+    return torch.empty(shape, dtype=dtype, device=device)
 
 
 def move(moves: Moves, source: Tensor, out: Tensor, table: Tensor | None) -> None:

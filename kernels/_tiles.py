@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import cache, lru_cache
+from math import prod
 from typing import Any
 
 import numpy as np
@@ -23,8 +24,8 @@ from transcode.kernels._digits import Moves
 WORD = 64
 """Bits of a word, at most."""
 
-TILE = 11
-"""A tile has `2^TILE` words, at most: 16 KiB."""
+TILE = 12
+"""A tile has `2^TILE` words, at most: 32 KiB, which the first level of cache holds."""
 
 ROW = 5
 """Words are moved in rows of `2^ROW`: short ones cost loop overhead, long ones need big tables."""
@@ -35,16 +36,26 @@ SHARE = 1 << 18
 Array = np.ndarray[Any, np.dtype[Any]]
 
 
+def empty(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """New memory, on huge pages where Linux has them: numpy asks for them, torch does not.
+
+    To be given 64 MiB in pages of 4 KiB takes longer than to move them.
+    """
+    size = prod(shape) * dtype.itemsize
+    octets = torch.from_numpy(np.empty(max(size, 1), np.uint8))  # of none numpy has no strides
+    return octets[:size].view(dtype).view(*shape)
+
+
 def move(moves: Moves, source: Tensor, out: Tensor, table: Tensor | None) -> None:
     """Run the moves; source and out are 1-D, contiguous, of unsigned words; table 256 uint8."""
     words, moved = source.numpy(), out.numpy()
-    bytewise = np.empty(0, np.uint8) if table is None else table.numpy()
+    pairwise = _pairs(None if table is None else table.numpy())
     steps, run = _steps(moves), _compiled(moves.word)
     threads = min(torch.get_num_threads(), moves.tiles, 1 + words.nbytes // SHARE)
     cuts = [np.uintp(moves.tiles * i // threads) for i in range(threads + 1)]
 
     def share(i: int) -> None:
-        run(cuts[i], cuts[i + 1], words, moved, bytewise, *steps)
+        run(cuts[i], cuts[i + 1], words, moved, pairwise, *steps)
 
     if threads == 1:
         share(0)
@@ -62,9 +73,18 @@ def _compiled(word: int) -> Callable[..., None]:
         compiled: Callable[..., None] = njit(nogil=True)(_run)
         none, one, size = np.uintp(0), np.zeros(1, np.uintp), np.dtype(f"u{word // 8}")
         words, pairs = np.empty(0, size), np.empty((0, 2), size)
-        outer, table = np.empty((0, 3), np.uintp), np.empty(0, np.uint8)
+        outer, table = np.empty((0, 3), np.uintp), np.empty(0, np.uint16)
         compiled(none, none, words, words, table, outer, one, one, pairs, pairs, *[one] * 4)
     return compiled
+
+
+def _pairs(table: Array | None) -> Array:
+    """A table of 256 bytes as one of 2^16 pairs of them, as half the look-ups take less time."""
+    if table is None:
+        return np.empty(0, np.uint16)
+    wide = table.astype(np.uint16)
+    pairs: Array = np.bitwise_or.outer(wide << 8, wide).reshape(-1)
+    return pairs
 
 
 @contextmanager
@@ -134,8 +154,8 @@ def _run(
     row = np.uintp(len(take))
     words = row * np.uintp(len(take_rows))
     straight = np.all(take[1:] - take[:-1] == 1)
-    buffer = np.empty(words, source.dtype)
-    octets = buffer.view(np.uint8)
+    buffer = np.empty(words + words % np.uintp(2), source.dtype)  # pairs of bytes have to be whole
+    pairs = buffer.view(np.uint16)
     for tile in range(first, last):
         number, start, target = tile, np.uintp(0), np.uintp(0)
         for d in range(len(outer) - 1, -1, -1):
@@ -155,8 +175,8 @@ def _run(
                     buffer[to + i] = source[at + take[i]]
             to += row
         if len(table):
-            for o in range(len(octets)):
-                octets[o] = table[octets[o]]
+            for p in range(len(pairs)):
+                pairs[p] = table[pairs[p]]
 
         for s in range(len(swaps)):
             shift, mask = swaps[s, 0], swaps[s, 1]

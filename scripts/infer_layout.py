@@ -1,6 +1,6 @@
 """Find the Tiling of a pack function by asking it, or of words that it once gave.
 
-    python scripts/infer_layout.py transcode.kernels.marlin:pack_codes --bits 4
+    python scripts/infer_layout.py transcode.kernels.marlin:NVFP4.codes.pack --bits 4
     python scripts/infer_layout.py packer.py:pack --bits 8 --shapes 384x20,128x36
     python scripts/infer_layout.py 'words.safetensors:repack4.*.a80' --bits 4
 
@@ -33,7 +33,7 @@ from dataclasses import dataclass
 from importlib import import_module
 from itertools import accumulate, product
 from math import prod
-from operator import mul
+from operator import attrgetter, mul
 from runpy import run_path
 from typing import NamedTuple
 
@@ -236,7 +236,9 @@ def main(what: str, bits: str, shapes: str, dtype: str | None, values: tuple[int
         if name.endswith(".safetensors"):
             print(infer(list(recorded(name, function, size))))
             return
-        pack = (run_path(name) if name.endswith(".py") else vars(import_module(name)))[function]
+        first, *rest = function.split(".")
+        pack = (run_path(name) if name.endswith(".py") else vars(import_module(name)))[first]
+        pack = attrgetter(".".join(rest))(pack) if rest else pack
         asking = [tuple(map(int, shape.split("x"))) for shape in shapes.split(",")]
         print(line := infer([asked(pack, shape, size, given, values) for shape in asking]))
         for said in check(line, pack, asking, size, given):

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+
+from transcode.kernels import _tiles
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
@@ -22,13 +25,16 @@ def device() -> str:
 
 @pytest.fixture(autouse=True)
 def poison(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A byte of `torch.empty` that nobody writes comes back as 0xA5."""
-    empty = torch.empty
+    """A byte of new memory that nobody writes comes back as 0xA5."""
 
-    def poisoned(*args: Any, **kwargs: Any) -> torch.Tensor:
-        t = empty(*args, **kwargs)
-        if t.device.type in ("cpu", "cuda"):
-            t.reshape(-1).view(torch.uint8).fill_(0xA5)
-        return t
+    def poisoned(empty: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+        def call(*args: Any, **kwargs: Any) -> torch.Tensor:
+            t = empty(*args, **kwargs)
+            if t.device.type in ("cpu", "cuda"):
+                t.reshape(-1).view(torch.uint8).fill_(0xA5)
+            return t
 
-    monkeypatch.setattr(torch, "empty", poisoned)
+        return call
+
+    for module in (torch, _tiles):
+        monkeypatch.setattr(module, "empty", poisoned(module.empty))

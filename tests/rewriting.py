@@ -72,8 +72,10 @@ def powers(scale: Tensor) -> Tensor:
     return torch.where(byte == 255, torch.nan, torch.exp2(byte - 127)).float()
 
 
-def matrix(leaves: Tensors) -> Tensor:
-    """The float32 `[N, K]` of one linear."""
+def matrix(
+    leaves: Tensors, rounded: torch.dtype = torch.float32, factors: torch.dtype | None = None
+) -> Tensor:
+    """The float32 `[N, K]` of one linear; scales of FP8, and factors, are rounded to a dtype."""
     codes = next(leaves[leaf] for leaf in CODES if leaf in leaves)
     stored = next(leaves[leaf] for leaf in SCALES if leaf in leaves)
     if codes.dtype in PACKED:
@@ -82,10 +84,14 @@ def matrix(leaves: Tensors) -> Tensor:
     else:
         value = codes.float()
     scale = powers(stored) if stored.dtype in POWERS else stored.float()
-    if "weight_global_scale" in leaves:
+    if codes.dtype not in PACKED:
+        scale = scale.to(rounded).float()
+    if "weight_global_scale" in leaves and factors:
+        scale = scale * (1 / leaves["weight_global_scale"]).to(factors).float()
+    elif "weight_global_scale" in leaves:
         scale = scale / leaves["weight_global_scale"]
     if "weight_scale_2" in leaves:
-        scale = scale * leaves["weight_scale_2"]
+        scale = scale * leaves["weight_scale_2"].to(factors or torch.float32).float()
         if leaves["weight_scale_2"] == 0:
             return torch.zeros(value.shape)
     n, k = value.shape
@@ -152,8 +158,10 @@ def apart(container: str, parts: list[str], leaf: str, value: Tensor, *, turns: 
     return found
 
 
-def meaning(folder: Path) -> Meaning:
-    """What the folder's files say."""
+def meaning(
+    folder: Path, rounded: torch.dtype = torch.float32, factors: torch.dtype | None = None
+) -> Meaning:
+    """What the folder's files say; scales of FP8, and global ones, may be rounded to a dtype."""
     made = Meaning()
     config = load_json(folder / "config.json")
     groups: dict[str, Tensors] = {}
@@ -171,7 +179,7 @@ def meaning(folder: Path) -> Meaning:
                 else:
                     made.rest[name] = value
             continue
-        made.weights[module] = matrix(leaves)
+        made.weights[module] = matrix(leaves, rounded, factors)
         for leaf in INPUTS:
             if leaf in leaves and not leaves[leaf].float().isnan().all():
                 given = leaves[leaf].float().reshape(())

@@ -20,7 +20,7 @@ from tests import packed
 from tests.build import Spec, build, edit
 from tests.convert import pack, run
 from transcode import destination
-from transcode.plan import OutputShard
+from transcode.output import OutputShard
 
 SMALL = Spec(hidden=128, intermediate=64, experts=2, layers=1)
 SPECS = {

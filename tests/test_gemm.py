@@ -1,8 +1,4 @@
-"""The kernel check, with an emulation of vLLM's two ops where there is no GPU.
-
-The emulation decodes by `marlin_decode`, which knows nothing of `transcode.kernels`. Its ops have
-the schemas of the two wheels, so the arguments' names, order and types are checked too.
-"""
+"""The kernel check, with an emulation of vLLM's two ops (marlin_ops) where there is no GPU."""
 
 import json
 from collections.abc import Callable
@@ -12,143 +8,17 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from tests import marlin_decode
 from tests.build import Spec, build, edit
 from tests.convert import pack
+from tests.marlin_ops import OPS, Pair, change
 from transcode.errors import TranscodeError
 from transcode.gemm import check, kernel_check, table
 from transcode.gemm import ops as vllm_ops
-from transcode.gemm.ops import DENSE, MOE, Ops, Routing, signature
+from transcode.gemm.ops import DENSE, MOE, Routing, signature
 from transcode.gemm.trial import ACCEPTANCE
-
-HEAD = (
-    "Tensor{w} a, Tensor? c_or_none, Tensor{w} b_q_weight, Tensor? b_bias_or_none, "
-    "Tensor{w} b_scales, Tensor? a_scales, Tensor? global_scale, Tensor? b_zeros_or_none, "
-)
-ORDER = "Tensor? g_idx_or_none, Tensor? perm_or_none, "
-FLAGS = "bool use_atomic_add, bool use_fp32_reduce, bool is_zp_float"
-SORTED = (
-    "Tensor sorted_token_ids, Tensor! expert_ids, Tensor! num_tokens_past_padded, "
-    "Tensor! topk_weights, int moe_block_size, int top_k, bool mul_topk_weights, int b_type_id, "
-    "int size_m, int size_n, int size_k, "
-)
-TILES = ", int thread_k, int thread_n, int blocks_per_sm"
-WIDE = "Tensor workspace, int b_type_id, SymInt size_m, SymInt size_n, SymInt size_k, "
-
-
-def schemas(release: str) -> tuple[str, str]:
-    """The two schemas as they stand in a wheel's libraries."""
-    old = release == "0.25.1"
-    dense = HEAD.format(w="") + (ORDER if old else "") + WIDE + ("bool is_k_full, " if old else "")
-    moe = HEAD.format(w="!") + (ORDER if old else "") + "Tensor! workspace, " + SORTED
-    moe += "bool is_full_k, " if old else ""
-    return (
-        f"marlin_gemm({dense}{FLAGS}) -> Tensor",
-        f"moe_wna16_marlin_gemm({moe}{FLAGS}{TILES}) -> Tensor",
-    )
-
-
-# --- the emulation --------------------------------------------------------------------------------
-
-
-def gemm(x: Tensor, words: Tensor, scales: Tensor, factor: Tensor, bias: Tensor | None) -> Tensor:
-    """Float64 `[M, N]`, which the kernel rounds in the end."""
-    byte, deep = scales.view(torch.uint8), 126 if x.dtype is torch.bfloat16 else 14
-    assert deep == 14 or ((byte == 0) | (byte > 127)).all()  # others come out 2^-112 too small
-    value = marlin_decode.scales(scales, 1 / 128).double().repeat_interleave(16, -1)
-    weight = marlin_decode.E2M1.double()[marlin_decode.codes(words)] * value
-    out: Tensor = x.double() @ weight.T * factor.double() * 2.0**-deep
-    return out if bias is None else out + marlin_decode.bias(bias).double()
-
-
-def named(schema: str, args: tuple[Any, ...]) -> dict[str, Any]:
-    return dict(zip((a.name for a in torch._C.parse_schema(schema).arguments), args, strict=True))
-
-
-def ordinary(given: dict[str, Any]) -> bool:
-    """What the kernel takes: alignment, types, a float32 factor, flags as vLLM sets them."""
-    n, k = given["size_n"], given["size_k"]
-    a, order = given["a"], [given.get("g_idx_or_none"), given.get("perm_or_none")]
-    return (
-        given["b_type_id"] == 562949953487106
-        and ((n % 64 == 0 and k % 128 == 0) or (n % 128 == 0 and k % 64 == 0))
-        and a.shape == (given["size_m"], k)
-        and a.is_contiguous()
-        and given["global_scale"].dtype is torch.float32
-        and given["b_q_weight"].shape[-2:] == (k // 16, 2 * n)
-        and given["b_scales"].shape[-2:] == (k // 16, n)
-        and given["b_scales"].dtype is torch.float8_e4m3fn
-        and not given["workspace"].any()
-        and all(t is None for t in (given["a_scales"], given["b_zeros_or_none"], *order))
-        and given.get("is_k_full", True)
-        and given.get("is_full_k", True)
-        and (given["use_atomic_add"], given["use_fp32_reduce"], given["is_zp_float"])
-        == (False, True, False)
-    )
-
-
-def marlin_gemm(schema: str, *args: Any) -> Tensor:
-    given = named(schema, args)
-    assert ordinary(given)
-    a = given["a"]
-    operands = ("b_q_weight", "b_scales", "global_scale", "b_bias_or_none")
-    assert given["global_scale"].shape == ()
-    out: Tensor = gemm(a, *(given[o] for o in operands)).to(a.dtype)
-    return out
-
-
-def moe_gemm(schema: str, *args: Any) -> Tensor:
-    given = named(schema, args)
-    assert ordinary(given)
-    a, block, top_k = given["a"], 8, given["top_k"]
-    out: Tensor = given["c_or_none"].clone()
-    order, weights = given["sorted_token_ids"].long(), given["topk_weights"].flatten().double()
-    assert (given["moe_block_size"], len(order)) == (block, int(given["num_tokens_past_padded"]))
-    assert given["topk_weights"].dtype is torch.float32
-    assert len(out) == len(a) * top_k == len(weights)
-    bias = given["b_bias_or_none"]
-    for at, e in enumerate(given["expert_ids"].tolist()):
-        pairs = order[at * block : (at + 1) * block]
-        pairs = pairs[pairs < len(out)]
-        words, scales, factor = (given[o][e] for o in ("b_q_weight", "b_scales", "global_scale"))
-        rows = gemm(a[pairs // top_k], words, scales, factor, None if bias is None else bias[e])
-        if given["mul_topk_weights"]:
-            rows *= weights[pairs, None]
-            if bias is not None:  # the kernel multiplies it with the weight AND the global scale
-                plain = marlin_decode.bias(bias[e]).double()
-                rows += (plain * (factor.double() - 1)) * weights[pairs, None]
-        out[pairs] = rows.to(a.dtype)
-    return out
-
-
-def ops_of(release: str) -> Ops:
-    space = f"transcode_{release.replace('.', '_')}"
-    dense, moe = schemas(release)
-    library = torch.library.Library(space, "DEF")  # type: ignore[no-untyped-call]
-    KEPT.append(library)
-    library.define(dense)  # type: ignore[no-untyped-call]
-    library.define(moe)  # type: ignore[no-untyped-call]
-    library.impl("marlin_gemm", lambda *args: marlin_gemm(dense, *args), "CPU")  # type: ignore[no-untyped-call]
-    library.impl("moe_wna16_marlin_gemm", lambda *args: moe_gemm(moe, *args), "CPU")  # type: ignore[no-untyped-call]
-    found = getattr(torch.ops, space)
-    return Ops(
-        found.marlin_gemm.default,
-        found.moe_wna16_marlin_gemm.default,
-        ("emulation",),
-        torch.device("cpu"),
-    )
-
-
-KEPT: list[torch.library.Library] = []
-OPS = {release: ops_of(release) for release in ("0.25.1", "0.33.0")}
-
-
-Pair = tuple[Path, Path]
-
-# --- checkpoints ----------------------------------------------------------------------------------
 
 
 def converted(place: Path, spec: Spec, *options: str) -> Pair:
@@ -159,17 +29,6 @@ def converted(place: Path, spec: Spec, *options: str) -> Pair:
 
 def packed(place: Path, *options: str) -> Pair:
     return place / "src", pack(place / "src", place / "dst", *options)
-
-
-def change(target: Path, name: str, change_: Callable[[Tensor], Tensor]) -> None:
-    """Alter one tensor of a destination."""
-    for path in target.glob("*.safetensors"):
-        tensors = {key: value.clone() for key, value in load_file(path).items()}
-        if name in tensors:
-            tensors[name] = change_(tensors[name])
-            save_file(tensors, path, metadata={"format": "pt"})
-            return
-    raise KeyError(name)
 
 
 SMALL = Spec(hidden=128, intermediate=96, experts=3, layers=1)
@@ -327,7 +186,7 @@ def test_an_expert_that_gets_garbage_is_not_hidden_by_larger_ones(copy: Pair) ->
 def test_a_kernel_that_ignores_the_order_of_codes_is_reported_as_a_broken_check(
     small: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("transcode.gemm.trial.SWAPPED", list(range(8)))
+    monkeypatch.setattr("transcode.gemm.trial.SWAPPED", {4: list(range(8))})
     done = check(*small, OPS["0.25.1"], False)
     assert not done["passed"]
     assert len(done["failures"]) == len(done["dense"]) + len(done["moe"]) == 3

@@ -9,6 +9,8 @@ import torch
 
 from tests.build import Spec, build
 from tests.convert import run
+from tests.layout_sources import FP8, MX, MXFP8, small, source
+from tests.producers import Kind
 
 SPECS = (
     Spec(hidden=192, intermediate=320, experts=3),
@@ -37,6 +39,34 @@ def test_gpu_and_cpu_pack_the_same_bytes(tmp_path: Path, spec: Spec, dtype: str)
     assert content(tmp_path / "cpu") == content(tmp_path / "cuda")
     verified = run("verify", "--device", "cuda", tmp_path / "src", tmp_path / "cpu")
     assert verified.code == 0, verified.out
+
+
+OSS, BLOCKS = small("gptoss-mxfp4"), small("modelopt-fp8-block")
+ROWS: tuple[tuple[Spec | Kind, tuple[str, ...]], ...] = (
+    (SPECS[0], ("marlin-nvfp4", "--for", "sglang")),
+    (OSS, ("marlin-mxfp4",)),
+    (OSS, ("marlin-mxfp4", "--for", "sglang")),
+    (MX, ("marlin-mxfp4", "--activations", "fp8")),
+    (FP8, ("marlin-fp8",)),
+    (FP8, ("marlin-fp8", "--dtype", "float16")),
+    (BLOCKS, ("marlin-fp8",)),
+    (MXFP8, ("marlin-mxfp8",)),
+)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize(
+    ("spec", "words"), ROWS, ids=lambda x: "-".join(x) if type(x) is tuple else ""
+)
+def test_gpu_and_cpu_pack_the_same_bytes_of_every_row(
+    tmp_path: Path, spec: Spec | Kind, words: tuple[str, ...]
+) -> None:
+    src = source(tmp_path / "src", spec)
+    for device in ("cpu", "cuda"):
+        ran = run("convert", "--to", *words, "--device", device, src, tmp_path / device)
+        assert ran.code == 0, ran.err
+    assert content(tmp_path / "cpu") == content(tmp_path / "cuda")
+    assert run("verify", "--device", "cuda", src, tmp_path / "cpu").code == 0
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")

@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from scripts import infer_layout as script
-from transcode.kernels import _execute, marlin
+from transcode.kernels import _execute, _marlin_scales
 from transcode.tiling import Tiling
 
 GOLDEN = Path(__file__).parent / "golden/marlin_repack.safetensors"
@@ -98,7 +98,7 @@ def test_a_factor_without_a_size_may_be_any_of_its_axis() -> None:
 
 def test_shapes_are_parted_where_the_function_parts_them() -> None:
     code, said = run(
-        "transcode.kernels.marlin:pack_codes", "--bits", "4", "--shapes", "192x320,128x48"
+        "transcode.kernels.marlin:NVFP4.codes.pack", "--bits", "4", "--shapes", "192x320,128x48"
     )
     assert code == 0
     assert " -> k, n " in said
@@ -119,12 +119,12 @@ def test_an_axis_that_only_happens_to_end_with_a_factor_is_not_parted() -> None:
 def test_values_may_go_through_a_table(tmp_path: Path) -> None:
     (tmp_path / "packer.py").write_text(
         "from transcode.kernels import marlin\n"
-        "def pack(scales): return marlin.pack_scales(scales, 1.0)\n"
+        "def pack(scales): return marlin.NVFP4.scales.pack(scales, 1.0)\n"
     )
     ask = (f"{tmp_path}/packer.py:pack", "--bits", "8", "--dtype", "float8_e4m3fn")
     code, said = run(*ask, "--shapes", "384x20,128x12", "--values", "48", "56")
     assert code == 0
-    assert same(said.splitlines()[0], marlin.SCALES.pattern, 192, 7)
+    assert same(said.splitlines()[0], _marlin_scales.BYTES.pattern, 192, 7)
     assert said.count("equal after a table of values: ") == 5
     code, said = run(*ask, "--shapes", "384x20,128x12")
     assert (code, said.splitlines()[-1]) == (

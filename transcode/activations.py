@@ -29,6 +29,8 @@ def activations(checkpoint: Checkpoint) -> Callable[[Module], str]:
     def of(module: Module) -> str:
         if Role.INPUT in module.parts:
             return "static"
+        if module.was:
+            return "none" if module.encoding in (*FOUR, Encoding.MXFP4) else "dynamic"
         if module.encoding in FOUR or method == "mxfp4" or module.encoding is Encoding.INT4:
             return "none"
         if method == "transcode":

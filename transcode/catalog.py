@@ -39,14 +39,30 @@ def targets() -> dict[str, tuple[Producer, Target]]:
 
 
 @cache
-def layouts() -> dict[str, Layout]:
-    """Every layout that can be packed, by name."""
-    found = _collect("transcode.kernels", transcode.kernels.__path__, "LAYOUTS")
-    return {layout.name: layout for layout in found}
+def layouts() -> dict[str, tuple[Layout, ...]]:
+    """Every layout that can be packed, by name: its variants, the usual one first."""
+    found: dict[str, tuple[Layout, ...]] = {}
+    for one in _collect("transcode.kernels", transcode.kernels.__path__, "LAYOUTS"):
+        found[one.name] = (*found.get(one.name, ()), one)
+    return found
 
 
-def layout(name: str) -> Layout:
-    """The layout of this name; LayoutError with those that there are."""
+def layout(name: str, runtime: str | None = None, activations: str | None = None) -> Layout:
+    """The layout of this name, for a runtime and activations if they are given; LayoutError with
+    those that there are."""
     if name not in layouts():
         raise LayoutError(f"no layout {name!r}; there are {', '.join(layouts())}")
-    return layouts()[name]
+    for one in layouts()[name]:
+        if runtime in (None, one.runtime) and activations in (None, one.activations):
+            return one
+    asked = " with ".join(filter(None, (f"for {runtime}" * bool(runtime), activations)))
+    there = " and ".join(f"for {one.runtime} with {one.activations}" for one in layouts()[name])
+    raise LayoutError(f"{name} {asked}: there is no such variant, only {there} activations")
+
+
+def variant(name: str, word: object) -> Layout:
+    """The layout of this name and variant, as a packed folder's config names them."""
+    found = next((one for one in layouts().get(name, ()) if one.variant == word), None)
+    if found is None:
+        raise LayoutError(f"no layout {name!r} in variant {word!r}")
+    return found

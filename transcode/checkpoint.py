@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -145,9 +145,10 @@ def _index_notes(root: Path, index: dict[str, str], found: list[Shard]) -> Itera
 
 @dataclass(frozen=True)
 class Reader:
-    """Reads tensors; keeps each shard's file open."""
+    """Reads tensors; keeps each shard's file open, and in `memo` what was made last."""
 
     files: dict[Path, int]
+    memo: dict[str, Any] = field(default_factory=dict)
 
     def file(self, info: TensorInfo) -> int:
         """The descriptor of the tensor's file."""
@@ -176,6 +177,8 @@ class Reader:
         """The tensor in its own dtype and shape, on the CPU."""
         if info.dtype not in DTYPES:
             raise CheckpointError(f"{info}: a dtype that is carried but never computed with")
+        if info.made:
+            return info.made.make(self).reshape(info.shape)
         if info.cut:
             return info.cut.take(self.tensor(_whole(info, info.cut)), info.shape)
         if not info.nbytes:

@@ -131,7 +131,12 @@ def main() -> None:
     "--for",
     "runtime",
     type=click.Choice(["vllm", "sglang"]),
-    help="Form: refuse what this runtime does not load.",
+    help="Layout: this runtime's variant.  Form: refuse what this runtime does not load.",
+)
+@click.option(
+    "--activations",
+    type=click.Choice(["16-bit", "fp8"]),
+    help="Layout: the activations that the kernel takes.  [default: 16-bit]",
 )
 @click.option("--dry-run", is_flag=True, help="Print the plan, made from headers; write nothing.")
 @click.option("--overwrite", is_flag=True, help="Replace DST once the new one is complete.")
@@ -152,6 +157,7 @@ def convert(
     drop_kv_scales: bool,
     fill_input_scale: bool,
     runtime: str | None,
+    activations: str | None,
     dry_run: bool,
     overwrite: bool,
     shard_size: int,
@@ -177,13 +183,12 @@ def convert(
         form = None
         if target in forms:
             form = Form(*forms[target], fused, drop_kv_scales, fill_input_scale)
-            if dtype or tp > 1:
-                raise click.UsageError("--dtype and --tp are for kernels' layouts")
-        elif fused or drop_kv_scales or fill_input_scale or runtime:
-            raise click.UsageError(
-                "--fused, --drop-kv-scales, --fill-input-scale and --for are for forms"
-            )
-        ask = line.Ask(layouts.get(target), dtype, unify or "", exact, tp, shard_size, form)
+            if dtype or tp > 1 or activations:
+                raise click.UsageError("--dtype, --tp and --activations are for kernels' layouts")
+        elif fused or drop_kv_scales or fill_input_scale:
+            raise click.UsageError("--fused, --drop-kv-scales and --fill-input-scale are for forms")
+        layout = None if form else catalog.layout(target, runtime, activations)
+        ask = line.Ask(layout, dtype, unify or "", exact, tp, shard_size, form)
         guard(src, dst, overwrite=overwrite)
         checkpoint, plan = line.prepare(src, ask)
         if form:
@@ -319,8 +324,13 @@ def layouts(context: click.Context) -> None:
     from transcode.catalog import layouts as known
 
     if context.invoked_subcommand is None:
-        for layout in known().values():
-            click.echo(f"{layout.name:26} from {layout.encoding:6} {layout.title}")
+        for name, variants in known().items():
+            for layout in variants:
+                asked = "" if layout is variants[0] else f" --for {layout.runtime}"
+                asked = " --activations fp8" if layout.activations == "fp8" else asked
+                title = f"{layout.title} ({', '.join(layout.dtypes)}), as {layout.runtime} packs"
+                encodings = ", ".join(layout.encodings)
+                click.echo(f"{name + asked:34} from {encodings}: {title}")
 
 
 @layouts.command()

@@ -3,21 +3,16 @@
 from __future__ import annotations
 
 import copy
-import json
 import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 from transcode.checkpoint import Checkpoint
-from transcode.degrees import degrees
-from transcode.job import Job
 from transcode.module import Module
-from transcode.names import address, natural
-from transcode.plan import ACTIVATION, Plan
+from transcode.output import ACTIVATION
 from transcode.producer import Configs
 from transcode.quant import Encoding
 from transcode.recognise import quantization
-from transcode.stacks import experts_of, packable
 
 METHOD = "transcode"
 BLOCKS = ("quantization_config", "compression_config")
@@ -103,84 +98,6 @@ def removed(checkpoint: Checkpoint) -> dict[str, Any]:
     return dict(walk(checkpoint.config, ""))
 
 
-def quantization_config(checkpoint: Checkpoint, job: Job) -> dict[str, Any]:
-    """What a loader needs, and the source's own words for the way back."""
-    plan = job.plan
-    source, where = quantization(checkpoint)
-    fused = [s for s in plan.stacks if s.fused == "w13"]
-    orders = {"gate_up" if len(s.groups[0]) == 2 else "up" for s in fused}
-    others = {path: block for path, block in removed(checkpoint).items() if block is not source}
-    if checkpoint.hf_quant_config is not None and where != "hf_quant_config.json":
-        others["hf_quant_config.json"] = checkpoint.hf_quant_config
-    return {
-        "quant_method": METHOD,
-        "layout": plan.options.layout.name,
-        "layout_version": plan.options.layout.version,
-        "activation_dtype": plan.options.dtype,
-        "w13_order": min(orders, default=None),
-        "options": {
-            "unify": plan.options.unify,
-            "exact": plan.options.exact,
-            "tp": plan.options.tp,
-        },
-        "tp": degrees(plan, checkpoint.text_config),
-        "modules": _modules(plan),
-        "carried": list(_carried(checkpoint, plan)),
-        "ignore": [m.name for m in ordered(plan.modules) if _ignored(m)],
-        "kv_cache": _kv_cache(checkpoint, source),
-        "groups": _groups(job),
-        "sizes": _sizes(job),
-        "source": source,
-        "source_file": where,
-        "source_others": others,
-    }
-
-
-def ordered(modules: Mapping[str, Module]) -> list[Module]:
-    """Modules in the natural order of their names."""
-    return sorted(modules.values(), key=lambda m: natural(m.name))
-
-
-def _ignored(module: Module) -> bool:
-    return module.encoding is Encoding.UNQUANTISED and len(module.shape) == 2
-
-
-def _modules(plan: Plan) -> dict[str, list[str]]:
-    """Names by encoding, an experts container for its experts where they are all of one."""
-    names: dict[str, list[str]] = {}
-    uniform = {
-        container: {key_of(m) for parts in experts.values() for m in parts.values()}
-        for container, experts in experts_of(plan.modules).items()
-    }
-    for module in ordered(plan.modules):
-        where = address(module.name)
-        whole = where.expert is not None and len(uniform[where.parent]) == 1
-        name = where.parent if whole else module.name
-        listed = names.setdefault(key_of(module), [])
-        if module.encoding is not Encoding.UNQUANTISED and name not in listed[-1:]:
-            listed.append(name)
-    return {encoding: listed for encoding, listed in sorted(names.items()) if listed}
-
-
-def key_of(module: Module) -> str:
-    """A module's encoding; "nvfp4-unpacked" for a table that is not multiplied with."""
-    if module.encoding is Encoding.NVFP4 and not packable(module):
-        return "nvfp4-unpacked"
-    return str(module.encoding)
-
-
-def _carried(checkpoint: Checkpoint, plan: Plan) -> Iterator[dict[str, Any]]:
-    """Quantised modules that are not packed, with the source's own description of them."""
-    found: dict[tuple[str, str], list[str]] = {}
-    for module in ordered(plan.modules):
-        if module.encoding is Encoding.UNQUANTISED or packable(module):
-            continue
-        told = json.dumps(description(checkpoint, module), sort_keys=True)
-        found.setdefault((key_of(module), told), []).append(module.name)
-    for (encoding, told), names in found.items():
-        yield {"encoding": encoding, "modules": names, "config": json.loads(told)}
-
-
 def description(checkpoint: Checkpoint, module: Module) -> dict[str, Any]:
     """What the source says of one module: its entry, its group, or all but the lists of modules."""
     source = quantization(checkpoint)[0]
@@ -240,39 +157,3 @@ def _matches(pattern: str, name: str) -> bool:
         return re.match(pattern, name) is not None
     except (re.error, RecursionError, OverflowError):
         return False
-
-
-def _kv_cache(checkpoint: Checkpoint, source: Mapping[str, Any]) -> Any:
-    if source.get("kv_cache_scheme"):
-        return source["kv_cache_scheme"]
-    for config in (source, checkpoint.hf_quant_config or {}):
-        inner = config.get("quantization")
-        if isinstance(inner, dict) and inner.get("kv_cache_quant_algo"):
-            return inner["kv_cache_quant_algo"]
-    return source.get("kv_cache_quant_algo")
-
-
-def _groups(job: Job) -> list[dict[str, Any]]:
-    """The fusion groups whose global scales differed, and what was done to them."""
-    found: dict[tuple[str, str], list[int]] = {}
-    for decision in job.unified.decisions:
-        found.setdefault((decision.stack, decision.how), []).append(decision.group)
-    return [{"name": name, "how": how, "groups": at} for (name, how), at in found.items()]
-
-
-def _sizes(job: Job) -> dict[str, dict[str, Any]]:
-    """Every stack: source format, logical and padded rows of each member and K, and the lift."""
-    return {
-        stack.name: {
-            "experts": len(stack.groups) if stack.fused else None,
-            "members": list(stack.roles()),
-            "formats": [m.format.name for m in stack.groups[0] if m.format],
-            "n": [m.shape[0] for m in stack.groups[0]],
-            "k": stack.groups[0][0].shape[1],
-            "padded_n": list(stack.padded.rows),
-            "padded_k": stack.padded.k,
-            "splits": stack.padded.whole,
-            "lift": job.settled[stack.name].lift_entry(),
-        }
-        for stack in job.plan.stacks
-    }

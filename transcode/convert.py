@@ -13,12 +13,7 @@ from tqdm import tqdm
 
 from transcode import __version__, rewrite
 from transcode.checkpoint import Checkpoint, Reader, reader
-from transcode.config import (
-    activation_dtype,
-    form_configs,
-    quantization_config,
-    target_config,
-)
+from transcode.config import activation_dtype, form_configs, target_config
 from transcode.decide import decide as decide_form
 from transcode.destination import (
     EXPERT_INDEX,
@@ -34,19 +29,23 @@ from transcode.destination import (
     write_json,
     write_shard,
 )
-from transcode.errors import LayoutError, LossError
+from transcode.errors import FormatError, LayoutError, LossError, Mismatch
 from transcode.files import INDEX, REPORT
 from transcode.job import Job
 from transcode.module import Recognised
+from transcode.output import OutputShard
 from transcode.pack import bias, pieces, raw_bytes
-from transcode.plan import OutputShard, Plan, make
-from transcode.producer import Form
+from transcode.packed_config import quantization_config
+from transcode.packed_stack import Unpack
+from transcode.plan import Plan, make
+from transcode.producer import Form, Role
 from transcode.readback import read_back
-from transcode.recognise import recognise, require_known, require_nvfp4
+from transcode.recognise import recognise, require_any, require_known
 from transcode.report import report
 from transcode.rewrite_report import rewrite_report
 from transcode.rewritten import direct
-from transcode.settle import Settled, settle
+from transcode.settle import settle
+from transcode.settled import Settled
 from transcode.spec import Layout
 from transcode.stacks import Options
 from transcode.unify import Unified, unify
@@ -71,6 +70,11 @@ class Ask:
     def options(self, checkpoint: Checkpoint) -> Options:
         """The options for this checkpoint."""
         dtype = self.dtype or activation_dtype(checkpoint)
+        if self.layout and dtype not in self.layout.dtypes:
+            if self.dtype:
+                wanted = " or ".join(self.layout.dtypes)
+                raise LayoutError(f"--dtype {dtype}: {self.layout.name} has kernels for {wanted}")
+            dtype = self.layout.dtypes[0]
         kept = self.form and self.unify in ("", "none")
         unify = "keep" if kept else self.unify or "fold"
         return Options(self.layout, dtype, unify, self.exact, self.tp, self.shard_size, self.form)
@@ -93,8 +97,22 @@ def plan_of(checkpoint: Checkpoint, recognised: Recognised, options: Options) ->
     if options.form:
         require_known(checkpoint, recognised)
         return rewrite.make(checkpoint, recognised.modules, options)
-    require_nvfp4(checkpoint, recognised)
-    return make(checkpoint, recognised.modules, options)
+    require_any(checkpoint, recognised, options.layout)
+    plan = make(checkpoint, recognised.modules, options)
+    _require_no_words_left(plan)
+    return plan
+
+
+def _require_no_words_left(plan: Plan) -> None:
+    """Raise FormatError where one layout's words would be carried among another's."""
+    packed = {m.name for stack in plan.stacks for group in stack.groups for m in group}
+    for module in plan.modules.values():
+        part = module.parts.get(Role.CODES)
+        if part and isinstance(part.cut, Unpack) and module.name not in packed:
+            raise FormatError(
+                f"{module.name} is packed as {part.cut.layout.name}, {plan.options.layout.name} "
+                "has no place for it: rewrite the folder first, say --to canonical"
+            )
 
 
 def decide(checkpoint: Checkpoint, plan: Plan, read: Reader, device: torch.device) -> Job:
@@ -156,11 +174,16 @@ def _write(place: Path, shard: OutputShard, job: Job, bar: Any) -> None:
             copy_range(source, job.read.file(source), fd, start)
             bar.update(output.nbytes)
             return
+        end = start + output.nbytes
         for piece in pieces(output, job):
             data = raw_bytes(piece)
+            if start + data.numel() > end:
+                raise Mismatch(f"{output.name}: more bytes than the plan has for it")
             write_at(fd, memoryview(data.numpy()), start)  # type: ignore[arg-type]
             start += data.numel()
             bar.update(data.numel())
+        if start < end:
+            raise Mismatch(f"{output.name}: {end - start} bytes less than the plan has for it")
 
     packed = any(output.stack for output in shard.outputs)
     write_shard(place, shard, metadata_of(packed, job.plan), fill)
@@ -169,7 +192,7 @@ def _write(place: Path, shard: OutputShard, job: Job, bar: Any) -> None:
 def metadata_of(packed: bool, plan: Plan) -> dict[str, str]:
     """A shard's header metadata: what layout its packed tensors are in, if it has any."""
     layout = plan.options.kernel
-    mine = {"transcode.layout": f"{layout.name} {layout.version}"} if layout and packed else {}
+    mine = {"transcode.layout": layout.label} if layout and packed else {}
     return {"format": "pt", **mine}
 
 

@@ -15,13 +15,14 @@ from transcode.job import Job
 from transcode.module import Module
 from transcode.names import natural
 from transcode.origins import origins
+from transcode.output import Output
 from transcode.outputs import KEPT
-from transcode.plan import Output, Plan
+from transcode.plan import Plan
 from transcode.producer import E8M0, Form, Role
 from transcode.quant import Encoding
 from transcode.rewritten import input_factor, loss, made, turns, value
 from transcode.sayable import layers_of, missing
-from transcode.settle import NAN, prepare
+from transcode.settle_e4m3 import NAN, prepare
 from transcode.unify import Unified, unify
 
 EIGHT = (Encoding.FP8_TENSOR, Encoding.FP8_CHANNEL, Encoding.FP8_BLOCK)

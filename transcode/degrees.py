@@ -7,7 +7,7 @@ from typing import Any
 
 from transcode.plan import Plan
 from transcode.spec import Layout
-from transcode.stacks import Stack
+from transcode.stacks import Stack, group_of
 
 HIGHEST = 64
 
@@ -58,7 +58,7 @@ def _serves(layout: Layout, stack: Stack, d: int, config: Mapping[str, Any]) -> 
     if stack.fused == "w13":
         return rows[0] % d == 0 and _tiles(layout, [n // d for n in rows], k)
     if stack.fused == "w2":
-        return k % d == 0 and _tiles(layout, rows, k // d)
+        return _by_rows(stack, d) and _tiles(layout, rows, k // d)
     logical = [m.shape for m in stack.groups[0]]
     unpadded = stack.padded.whole and all(
         shape == (n, k) for shape, n in zip(logical, rows, strict=True)
@@ -72,8 +72,15 @@ def _serves(layout: Layout, stack: Stack, d: int, config: Mapping[str, Any]) -> 
     down = all(role in ROWS for role in roles)
     parts = [_part(n, d, role, config) for n, role in zip(rows, roles, strict=True)]
     by_columns = all(parts) and _tiles(layout, parts, k)
-    by_rows = k % d == 0 and (k // d) % 16 == 0 and _tiles(layout, rows, k // d)
+    by_rows = _by_rows(stack, d) and _tiles(layout, rows, k // d)
     return unpadded and (by_columns or down) and (by_rows or columns)
+
+
+def _by_rows(stack: Stack, d: int) -> bool:
+    """Whether K is cut between whole tiles and groups. A rank that is left with one group would
+    take its scales for those of whole rows, which lie in another order."""
+    group, k = group_of(stack.first), stack.padded.k
+    return k % (d * max(16, group)) == 0 and (not group or k == group or k // d > group)
 
 
 def _part(n: int, d: int, role: str, config: Mapping[str, Any]) -> int:

@@ -16,7 +16,8 @@ from transcode.errors import CheckpointError, DestinationError
 from transcode.files import INDEX, PLAN, REPORT, UNFINISHED, read_json, resolved
 from transcode.header import TensorInfo, is_text, layout
 from transcode.origins import origins
-from transcode.plan import OutputShard, Plan
+from transcode.output import OutputShard
+from transcode.plan import Plan
 from transcode.stacks import Options
 
 EXPERT_INDEX = "transcode.index.json"
@@ -93,7 +94,8 @@ def target_of(options: Options) -> dict[str, Any]:
     """The layout and its version, or the form and what was asked of it."""
     if options.form:
         return {"to": options.form.target.name, **options.form.asked()}
-    return {"to": options.layout.name, "version": options.layout.version}
+    layout = options.layout
+    return {"to": layout.name, "version": layout.version, "variant": layout.variant}
 
 
 def begin(target: Path, wanted: Mapping[str, Any]) -> Path:

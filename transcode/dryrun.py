@@ -11,7 +11,7 @@ def outline(plan: Plan) -> dict[str, Any]:
     """The plan as JSON: shards with their tensors and sizes, stacks with their padding."""
     kernel, form = plan.options.kernel, plan.options.form
     return {
-        **({"layout": f"{kernel.name} {kernel.version}"} if kernel else {}),
+        **({"layout": kernel.label} if kernel else {}),
         **({"format": form.target.name} if form else {}),
         "activation_dtype": plan.options.dtype,
         "bytes": plan.nbytes,

@@ -108,7 +108,8 @@ def _packs(g: Tensor, ratio: float, options: Options) -> bool:
     if options.form:
         return bool(torch.isfinite(result))
     try:
-        options.layout.pack_global(result.reshape(1), torch.ones(1), options.dtype)
+        assert options.layout.factor is not None
+        options.layout.factor.pack(result.reshape(1), torch.ones(1), options.dtype)
     except LayoutError:
         return False
     return True

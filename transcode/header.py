@@ -63,6 +63,13 @@ class Cut:
         return rows.contiguous().view(stored.dtype).reshape(shape)
 
 
+class Maker(Protocol):
+    """What makes a tensor that is not stored."""
+
+    def make(self, read: Any) -> Tensor:
+        """The tensor, from others that a Reader reads."""
+
+
 class Taken(Protocol):
     """What a tensor's bytes must go through: `stored` and `dtype` of the bytes ("": its own)."""
 
@@ -85,6 +92,7 @@ class TensorInfo:
     part_of: the stored tensor that it is a part of (an expert's of a fused one), "" if it is whole.
     cut: how its elements lie in the bytes from `start`, if not one after another; `nbytes` is then
     what it has, not what must be read.
+    made: makes it where it is not stored at all; `file` is then where what it is made of lies.
     """
 
     name: str
@@ -95,6 +103,7 @@ class TensorInfo:
     nbytes: int
     part_of: str = ""
     cut: Taken | None = None
+    made: Maker | None = None
 
     def __str__(self) -> str:
         return f"{self.name} {self.dtype} {list(self.shape)}"

@@ -11,7 +11,7 @@ from torch import Tensor
 from transcode.checkpoint import Reader
 from transcode.origins import NOTHING, Origins
 from transcode.plan import Plan
-from transcode.settle import Settled
+from transcode.settled import Settled
 from transcode.unify import Unified
 
 

@@ -14,7 +14,7 @@ from transcode.catalog import producer
 from transcode.checkpoint import Checkpoint
 from transcode.errors import FormatError
 from transcode.header import TensorInfo
-from transcode.plan import Kind, Output
+from transcode.output import Kind, Output
 from transcode.producer import Form
 from transcode.recognise import quantization
 

@@ -29,6 +29,7 @@ class Module:
     leaves: all its tensors as stored, by leaf name.
     parts: those that make up the weight, in their logical shapes (producer.Leaf).
     block: rows and columns of a tile where the encoding is FP8_BLOCK.
+    was: the module as the source has it, where its encoding changes.
     """
 
     name: str
@@ -38,6 +39,7 @@ class Module:
     format: Format | None
     parts: Mapping[Role, TensorInfo] = field(default_factory=dict)
     block: tuple[int, int] | None = None
+    was: Module | None = None
 
     def leaf(self, name: str) -> TensorInfo:
         """The tensor of this leaf."""

@@ -8,7 +8,7 @@ from transcode.errors import FormatError
 from transcode.header import TensorInfo
 from transcode.module import Module
 from transcode.origins import Origins
-from transcode.plan import Kind, Output, Recipe
+from transcode.output import Kind, Output, Recipe
 from transcode.producer import E8M0, FLOATS, Form, Fusion, Leaf, Role, Shape
 from transcode.quant import Encoding
 from transcode.stacking import Groups, stacked_shape

@@ -8,12 +8,15 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from transcode.checkpoint import Reader
-from transcode.errors import LayoutError, Mismatch
+from transcode.checkpoint import DTYPES, Reader
+from transcode.errors import FormatError, LayoutError, Mismatch
 from transcode.fold import scaled
 from transcode.job import Job
 from transcode.module import Module
-from transcode.plan import Kind, Output, has_input_scale
+from transcode.output import Kind, Output
+from transcode.packed_outputs import has_input_scale
+from transcode.producer import Role
+from transcode.quant import powers
 from transcode.rewritten import made
 from transcode.settle import prepare
 from transcode.stacks import Stack
@@ -25,17 +28,26 @@ def pieces(output: Output, job: Job) -> Iterator[Tensor]:
     stack = output.stack
     if output.recipe:
         yield from made(output, job)
-        return
-    if stack is None:
+    elif stack is None:
         yield copied(output, job)
-        return
-    members = range(len(stack.groups[0])) if output.member is None else (output.member,)
-    if output.kind in _PER_GROUP:
-        for e in range(len(stack.groups)):
-            yield torch.cat([_PER_GROUP[output.kind](job, stack, e, i) for i in members], -1)
+    elif output.kind is Kind.GLOBAL:
+        yield _global(job, stack, output.member)
     else:
-        whole = _SCALARS[output.kind](job, stack)
-        yield (whole if output.member is None else whole[0, output.member]).reshape(output.shape)
+        for e in range(len(stack.groups)):
+            yield _PIECES[output.kind](job, output, e)
+
+
+def members(output: Output) -> range:
+    """The members of a group that an output holds: one, or all."""
+    assert output.stack is not None
+    if output.member is not None:
+        return range(output.member, output.member + 1)
+    return range(len(output.stack.groups[0]))
+
+
+def _members(output: Output, e: int) -> list[Module]:
+    assert output.stack is not None
+    return [output.stack.groups[e][i] for i in members(output)]
 
 
 def raw_bytes(value: Tensor) -> Tensor:
@@ -51,53 +63,84 @@ def copied(output: Output, job: Job) -> Tensor:
     return value if factor is None else scaled(value, output.source, factor)
 
 
-def padded_codes(job: Job, stack: Stack, e: int, i: int) -> Tensor:
-    """`[N, K/2]` uint8 with the stack's zero padding."""
-    module = stack.groups[e][i]
-    codes = job.read.tensor(module.codes)
-    return _padded(codes, stack.padded.rows[i], stack.padded.k // 2)
+def _stack(output: Output) -> Stack:
+    assert output.stack is not None
+    return output.stack
 
 
-def padded_scales(job: Job, stack: Stack, e: int, i: int) -> Tensor:
-    """`[N, K/16]` float8_e4m3fn as prepared, with the stack's zero padding."""
-    scales = prepare(stack.groups[e][i], job.unified, job.read)
-    raw = _padded(scales.view(torch.uint8), stack.padded.rows[i], stack.padded.k // 16)
-    return raw.view(scales.dtype)
+def padded_codes(job: Job, output: Output, e: int) -> Tensor:
+    """Members' codes as rows of one matrix, `[N, K/2]` or `[N, K]` uint8, with zero padding.
+
+    FormatError for codes that are NaN, which the kernel would take for numbers.
+    """
+    stack = _stack(output)
+    columns = stack.padded.k * job.plan.options.layout.codes.bits // 8
+    parts = list[Tensor]()
+    for i in members(output):
+        module = stack.groups[e][i]
+        codes = job.read.tensor(module.codes)
+        raw = codes.view(torch.uint8)
+        if codes.dtype is torch.float8_e4m3fn and ((raw & 0x7F) == 0x7F).any():
+            raise FormatError(f"{module.codes}: has codes that are NaN")
+        parts.append(_padded(raw, stack.padded.rows[i], columns))
+    return stack.join(parts)
 
 
-def _padded(t: Tensor, rows: int, columns: int) -> Tensor:
+def padded_scales(job: Job, output: Output, e: int) -> Tensor:
+    """Members' block scales as prepared, `[N, G]`, with zero padding."""
+    stack, parts = _stack(output), list[Tensor]()
+    for i in members(output):
+        scales = prepare(stack.groups[e][i], job.unified, job.plan.options, job.read)
+        raw = scales.view(torch.uint8) if scales.element_size() == 1 else scales
+        fill = job.plan.options.layout.scales.fill
+        parts.append(_padded(raw, stack.padded.rows[i], stack.scales, fill).view(scales.dtype))
+    return stack.join(parts)
+
+
+def _padded(t: Tensor, rows: int, columns: int, fill: int = 0) -> Tensor:
     if t.shape == (rows, columns):
         return t
-    return pad(t, (0, columns - t.shape[1], 0, rows - t.shape[0]))
+    return pad(t, (0, columns - t.shape[1], 0, rows - t.shape[0]), value=fill)
 
 
-def _weight(job: Job, stack: Stack, e: int, i: int) -> Tensor:
-    codes = padded_codes(job, stack, e, i).to(job.device)
-    layout = job.plan.options.layout
-    words = layout.pack_codes(codes)
-    if not torch.equal(layout.unpack_codes(words), codes):
-        raise Mismatch(f"{stack.groups[e][i].name}: the codes do not come back from {layout.name}")
+def _weight(job: Job, output: Output, e: int) -> Tensor:
+    codes = padded_codes(job, output, e).to(job.device)
+    stored = job.plan.options.layout.codes
+    words = stored.pack(codes)
+    if not torch.equal(stored.unpack(words), codes):
+        raise _mismatch(job, output, e, "codes do")
     return words.cpu()
 
 
-def _scale(job: Job, stack: Stack, e: int, i: int) -> Tensor:
-    scales = padded_scales(job, stack, e, i).to(job.device)
-    layout, lift = job.plan.options.layout, float(job.settled[stack.name].lift[e])
-    stored = layout.pack_scales(scales, lift)
-    want = torch.where(layout.flushed(scales, lift), 0, scales.view(torch.uint8))
-    if not torch.equal(layout.unpack_scales(stored, lift).view(torch.uint8), want):
-        raise Mismatch(f"{stack.groups[e][i].name}: the scales do not come back from {layout.name}")
+def _scale(job: Job, output: Output, e: int) -> Tensor:
+    scales = padded_scales(job, output, e).to(job.device)
+    how, lift = job.plan.options.layout.scales, float(job.settled[_stack(output).name].lift[e])
+    stored = how.pack(scales, lift)
+    want = scales
+    if not how.kept:
+        lost = how.flushed(scales, lift, job.plan.options.dtype)
+        want = torch.where(lost, 0, scales.view(torch.uint8)).view(scales.dtype)
+    if not torch.equal(raw_bytes(how.unpack(stored, lift)), raw_bytes(want)):
+        raise _mismatch(job, output, e, "scales do")
     return stored.cpu()
 
 
-def _bias(job: Job, stack: Stack, e: int, i: int) -> Tensor:
-    value, _ = bias(stack.groups[e][i], job.plan.options.dtype, job.unified, job.read)
-    value = pad(value, (0, stack.padded.rows[i] - len(value)))
-    layout = job.plan.options.layout
-    stored = layout.pack_bias(value)
-    if not torch.equal(layout.unpack_bias(stored).view(torch.int16), value.view(torch.int16)):
-        raise Mismatch(f"{stack.groups[e][i].name}: the bias does not come back from {layout.name}")
+def _bias(job: Job, output: Output, e: int) -> Tensor:
+    stack, parts = _stack(output), list[Tensor]()
+    for i in members(output):
+        module = stack.groups[e][i]
+        value, _ = bias(module, job.plan.options.dtype, job.unified, job.read)
+        parts.append(pad(value, (0, stack.padded.rows[i] - len(value))))
+    value, how = stack.join(parts), job.plan.options.layout.bias
+    stored = how.pack(value)
+    if not torch.equal(raw_bytes(how.unpack(stored)), raw_bytes(value)):
+        raise _mismatch(job, output, e, "bias does")
     return stored
+
+
+def _mismatch(job: Job, output: Output, e: int, what: str) -> Mismatch:
+    names = " and ".join(module.name for module in _members(output, e))
+    return Mismatch(f"{names}: the {what} not come back from {job.plan.options.layout.name}")
 
 
 def bias(module: Module, dtype: str, unified: Unified, read: Reader) -> tuple[Tensor, bool]:
@@ -110,36 +153,45 @@ def bias(module: Module, dtype: str, unified: Unified, read: Reader) -> tuple[Te
     return value, torch.equal(value.double(), source.double())
 
 
-def _global(job: Job, stack: Stack) -> Tensor:
+def _global(job: Job, stack: Stack, member: int | None) -> Tensor:
     settled, options = job.settled[stack.name], job.plan.options
-    g = options.layout.pack_global(settled.g, settled.lift, options.dtype)
-    return g if stack.fused else g[:, None].expand(-1, len(stack.groups[0]))
+    assert options.layout.factor is not None
+    g = options.layout.factor.pack(settled.g, settled.lift, options.dtype)
+    return g if member is None else g[0]
 
 
-def _source_global(job: Job, stack: Stack) -> Tensor:
-    return _of_each(stack, lambda m: job.unified.scalars[m.name].stored)
+def _source_global(job: Job, output: Output, e: int) -> Tensor:
+    scalars = job.unified.scalars
+    return torch.stack([scalars[m.name].stored for m in _members(output, e)])
 
 
-def _source_input(job: Job, stack: Stack) -> Tensor:
+def _source_scale(job: Job, output: Output, e: int) -> Tensor:
+    """FP8's scales word for word; float32 where a layer's experts have several dtypes."""
+    values = [job.read.tensor(m.scales) for m in _members(output, e)]
+    if output.dtype == "F32":
+        values = [powers(v) if v.element_size() == 1 else v.float() for v in values]
+    return torch.cat([raw_bytes(value) for value in values])
+
+
+def _source_input(job: Job, output: Output, e: int) -> Tensor:
     """NaN stands for an input scale that the source does not have."""
-    nothing = torch.tensor(float("nan"))
-    return _of_each(
-        stack, lambda m: job.unified.scalars[m.name].input if has_input_scale(m) else nothing
+    dtype = DTYPES[output.dtype]
+    nothing = torch.tensor(float("nan"), dtype=dtype)
+    return torch.stack(
+        [
+            job.read.tensor(m.parts[Role.INPUT]).reshape(()).to(dtype)
+            if has_input_scale(m)
+            else nothing
+            for m in _members(output, e)
+        ]
     )
 
 
-def _of_each(stack: Stack, scalar: Callable[[Module], Tensor | None]) -> Tensor:
-    values = [[scalar(module) for module in group] for group in stack.groups]
-    return torch.stack([torch.stack([v for v in row if v is not None]) for row in values])
-
-
-_PER_GROUP: dict[Kind, Callable[[Job, Stack, int, int], Tensor]] = {
+_PIECES: dict[Kind, Callable[[Job, Output, int], Tensor]] = {
     Kind.WEIGHT: _weight,
     Kind.SCALE: _scale,
     Kind.BIAS: _bias,
-}
-_SCALARS: dict[Kind, Callable[[Job, Stack], Tensor]] = {
-    Kind.GLOBAL: _global,
     Kind.SOURCE_GLOBAL: _source_global,
+    Kind.SOURCE_SCALE: _source_scale,
     Kind.SOURCE_INPUT: _source_input,
 }

@@ -174,12 +174,14 @@ class Target:
 
     encodings: what at least one module must be in; empty for any.
     activations: whether the input scales go along.
+    whole: whether all quantised modules have to be in those encodings.
     """
 
     name: str
     title: str
     encodings: tuple[Encoding, ...] = ()
     activations: bool = True
+    whole: bool = False
     loads_in: tuple[Loads, ...] = ()
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 
 import torch
@@ -28,71 +28,71 @@ class Encoding(StrEnum):
 
 @dataclass(frozen=True, eq=False)
 class QuantTensor:
-    """A matrix `[N, K]` in NVFP4: `value = code * (scale * global_scale)`.
+    """A quantised matrix `[N, K]`, in any encoding but INT4: `value = code * (scale * factor)`.
 
-    codes: `[N, K/2]` uint8, two E2M1 codes a byte, the even column in the low nibble; -0 occurs.
-    scales: `[N, K/16]` float8_e4m3fn, one for 16 columns, in row order, unpadded, unswizzled.
-    global_scale: `[]` float32, a factor (never its reciprocal).
+    codes: `[N, K/2]` uint8 or int8, two E2M1 codes a byte, the even column in the low nibble (-0
+    occurs), or `[N, K]` float8_e4m3fn.
+    scales: in their logical shape (producer.Leaf), in row order, unpadded, unswizzled; E8M0 as
+    uint8 or float8_e8m0fnu.
+    global_scale: NVFP4's, `[]` float32, a factor (never its reciprocal); None in other encodings.
+    block: rows and columns of a tile (FP8_BLOCK).
     """
 
+    encoding: Encoding
     codes: Tensor
     scales: Tensor
-    global_scale: Tensor
+    global_scale: Tensor | None = None
+    block: tuple[int, int] | None = None
 
     @property
     def shape(self) -> tuple[int, int]:
         """The logical shape `(N, K)`."""
-        return self.codes.shape[0], self.codes.shape[1] * 2
+        n, columns = self.codes.shape
+        return n, columns * (1 if self.codes.dtype is torch.float8_e4m3fn else 2)
+
+    def rows(self, first: int, last: int) -> QuantTensor:
+        """Some of its rows; of tiles, whole ones."""
+        tall = self.block[0] if self.block and self.encoding is Encoding.FP8_BLOCK else 1
+        scales = self.scales
+        if self.encoding is not Encoding.FP8_TENSOR:
+            scales = scales[first // tall : -(-last // tall)]
+        return replace(self, codes=self.codes[first:last], scales=scales)
 
     def dequantize(self) -> Tensor:
         """`[N, K]` float32, the definition of meaning for the whole program.
 
         The two scales are multiplied first and rounded once, as ModelOpt's decoder does. A matrix
-        whose global scale is 0 is zero, whatever its scales say (ModelOpt writes NaN there).
+        whose global scale is 0 is zero, whatever its scales say (ModelOpt writes NaN there), and
+        NVFP4's NaN scales over codes of zero are zero too.
         """
-        if self.global_scale == 0:
-            return torch.zeros(self.shape)
-        code = unpack_nibbles(self.codes)
-        value = torch.tensor(E2M1)[(code & 7).int()] * torch.where(code < 8, 1.0, -1.0)
-        scale = self.scales.float() * self.global_scale
-        return value * scale.repeat_interleave(16, -1)
+        factor = self.global_scale
+        value = _values(self.codes)
+        e8m0 = self.scales.dtype in (torch.uint8, torch.float8_e8m0fnu)
+        scale = powers(self.scales) if e8m0 else self.scales.float()
+        if factor is not None:
+            scale = torch.zeros_like(scale) if factor == 0 else scale * factor
+        n, k = value.shape
+        rows, columns = {
+            Encoding.FP8_TENSOR: (n, k),
+            Encoding.FP8_CHANNEL: (1, k),
+            Encoding.FP8_BLOCK: self.block or (n, k),
+            Encoding.NVFP4: (1, 16),
+        }.get(self.encoding, (1, 32))
+        spread = scale.reshape(-(-n // rows), -(-k // columns))
+        spread = spread.repeat_interleave(rows, 0)[:n].repeat_interleave(columns, 1)[:, :k]
+        product = value * spread
+        if factor is None:
+            return product
+        return torch.where((value == 0) & spread.isnan(), 0.0, product)
 
 
-def decode(
-    encoding: Encoding,
-    codes: Tensor,
-    scales: Tensor,
-    factor: Tensor | None,
-    block: tuple[int, int] | None,
-) -> Tensor:
-    """`[N, K]` float32 of any quantised encoding but INT4.
-
-    codes: `[N, K/2]` uint8 or int8 (E2M1), or `[N, K]` float8_e4m3fn.  scales: in their
-    logical shape (producer.Leaf), E8M0 as uint8 or float8_e8m0fnu.  factor: NVFP4's, `[]`; where
-    it is 0 the matrix is zero, and NaN scales over codes of zero are zero too.  block: the tile.
-    """
+def _values(codes: Tensor) -> Tensor:
+    """What codes mean, float32 `[N, K]`."""
     if codes.dtype is torch.float8_e4m3fn:
-        value = codes.float()
-    else:
-        nibbles = unpack_nibbles(codes.view(torch.uint8))
-        sign = torch.where(nibbles < 8, 1.0, -1.0)
-        value = torch.tensor(E2M1)[(nibbles & 7).int()] * sign
-    scale = powers(scales) if scales.dtype in (torch.uint8, torch.float8_e8m0fnu) else scales
-    scale = scale.float()
-    if factor is not None:
-        scale = torch.zeros_like(scale) if factor == 0 else scale * factor
-    n, k = value.shape
-    rows, columns = {
-        Encoding.FP8_TENSOR: (n, k),
-        Encoding.FP8_CHANNEL: (1, k),
-        Encoding.FP8_BLOCK: block or (n, k),
-        Encoding.NVFP4: (1, 16),
-    }.get(encoding, (1, 32))
-    spread = scale.reshape(-(-n // rows), -(-k // columns))
-    spread = spread.repeat_interleave(rows, 0)[:n].repeat_interleave(columns, 1)[:, :k]
-    zero = (value == 0) & spread.isnan() if factor is not None else None
-    product = value * spread
-    return product if zero is None else torch.where(zero, 0.0, product)
+        return codes.float()
+    nibbles = unpack_nibbles(codes.view(torch.uint8))
+    sign = torch.where(nibbles < 8, 1.0, -1.0)
+    return torch.tensor(E2M1)[(nibbles & 7).int()] * sign
 
 
 def powers(exponents: Tensor) -> Tensor:

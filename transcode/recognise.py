@@ -11,16 +11,17 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
-from transcode.catalog import producer, producers
+from transcode.catalog import layouts, producer, producers
 from transcode.checkpoint import Checkpoint
 from transcode.errors import FormatError
 from transcode.fused import expand
 from transcode.header import BITS, TensorInfo
 from transcode.module import Module, Problem, Recognised
 from transcode.names import PROJECTIONS, address
-from transcode.producer import Format, Producer, Role
+from transcode.producer import FLOATS, Format, Producer, Role
 from transcode.quant import Encoding
 from transcode.sniff import BLOCK_SCALES, CODES, Tiles, sniff
+from transcode.spec import Layout
 
 SCALES = ("weight_scale", "weight_scale_2", "weight_global_scale", "weight_scale_inv")
 """Leaves that make no sense without a weight."""
@@ -186,7 +187,9 @@ def _module(
 
 
 def _single(info: TensorInfo) -> TensorInfo:
-    """A scalar in its logical shape; FormatError if it is more than one number."""
+    """A scalar in its logical shape; FormatError if it is not one number."""
+    if info.dtype not in FLOATS:
+        raise FormatError(f"{info}: wanted one of {', '.join(FLOATS)}")
     if info.nbytes * 8 != BITS[info.dtype]:
         raise FormatError(f"{info}: wanted one {info.dtype}")
     return replace(info, shape=())
@@ -238,18 +241,24 @@ def require_known(checkpoint: Checkpoint, recognised: Recognised) -> None:
     recognised.require_sound()
 
 
-def require_nvfp4(checkpoint: Checkpoint, recognised: Recognised) -> None:
-    """Raise FormatError, naming the method or what was found, unless NVFP4 modules are there."""
+def require_any(checkpoint: Checkpoint, recognised: Recognised, layout: Layout) -> None:
+    """Raise FormatError, naming the method and what was found, unless something can be packed."""
     require_known(checkpoint, recognised)
     found = Counter(m.encoding for m in recognised.modules.values())
-    method = str(quantization(checkpoint)[0].get("quant_method") or "").lower()
-    if found[Encoding.NVFP4]:
+    if any(found[encoding] for encoding in layout.encodings):
         return
+    method = str(quantization(checkpoint)[0].get("quant_method") or "").lower()
     kinds = ", ".join(f"{count} {encoding}" for encoding, count in sorted(found.items()))
     said = f" (quant_method {method!r})" if method else ""
+    fitting = [
+        name
+        for name, (first, *_) in layouts().items()
+        if any(found[encoding] for encoding in first.encodings)
+    ]
+    others = f"; layouts for it: {', '.join(fitting)}" if fitting else ""
     raise FormatError(
-        f"no NVFP4 module in the checkpoint{said}; found {kinds or 'no weights'}: "
-        "only NVFP4 can be packed yet"
+        f"no {' or '.join(layout.encodings)} module in the checkpoint{said}; "
+        f"found {kinds or 'no weights'}{others}"
     )
 
 

@@ -9,6 +9,7 @@ import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
+from math import log2
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +20,11 @@ from transcode.checkpoint import Checkpoint
 from transcode.destination import write_json
 from transcode.files import REPORT, read_json
 from transcode.job import Job
+from transcode.names import address
+from transcode.packed_outputs import has_input_scale
+from transcode.producer import Role
 from transcode.recognise import disagreements
-from transcode.settle import Settled, norm_share
+from transcode.settled import Settled, norm_share
 from transcode.stacks import Stack
 from transcode.unify import Decision
 
@@ -44,7 +48,7 @@ def report(
     return {
         "status": COMPLETE,
         "versions": {"transcode": __version__, "torch": torch.__version__},
-        "layout": f"{plan.options.layout.name} {plan.options.layout.version}",
+        "layout": plan.options.layout.label,
         "activation_dtype": plan.options.dtype,
         "options": {**quantization["options"], "shard_size": plan.options.shard_size},
         "tp": quantization["tp"],
@@ -90,10 +94,12 @@ def notes(checkpoint: Checkpoint, job: Job, served: Sequence[int]) -> Iterator[s
         if settled.flushes:
             count, share = sum(f.count for f in settled.flushes), norm_share(settled.flushes)
             yield f"{name}: {count} block scales become zero, {share:.1e} of the norm"
-        if settled.rounded:
+        if settled.rounded and job.plan.options.layout.factor:
             zero = f", {settled.fallen} of them to zero" if settled.fallen else ""
             by = f"by {settled.worst:.1%} at most{zero}"
             yield f"{name}: {settled.rounded} block scales rounded, {by}"
+    yield from _rounded_scales(job)
+    yield from _of_layout(job)
     if job.plan.options.tp not in served:
         yield f"--tp {job.plan.options.tp} is not served: the packed file fits tp {served}"
     for stack in job.plan.stacks:
@@ -101,11 +107,59 @@ def notes(checkpoint: Checkpoint, job: Job, served: Sequence[int]) -> Iterator[s
             yield f"{stack.name}: padded as a whole, its members cannot be split"
 
 
+def _rounded_scales(job: Job) -> Iterator[str]:
+    """FP8's scales, which the kernel has in the activations' dtype."""
+    every = list(job.settled.values())
+    options, count = job.plan.options, sum(s.rounded for s in every)
+    if count and not options.layout.factor:
+        yield (
+            f"{count} scales are rounded to {options.dtype}, as the kernel reads them, by "
+            f"{max(s.worst for s in every):.2%} at most"
+            + f", {sum(s.fallen for s in every)} of them to zero" * any(s.fallen for s in every)
+            + "; the source's own are kept beside them"
+        )
+
+
+def _of_layout(job: Job) -> Iterator[str]:
+    """What a variant, or the way back, does not keep."""
+    options, short = job.plan.options, max((s.short for s in job.settled.values()), default=0.0)
+    modules = [m for stack in job.plan.stacks for group in stack.groups for m in group]
+    if short:
+        yield (
+            f"global scales are rounded to {options.dtype}, as {options.layout.runtime} has them, "
+            f"by {short:.2%} at most; the source's own are kept beside them"
+        )
+    biased = [m for m in modules if "bias" in m.leaves and address(m.name).expert is None]
+    if biased and options.layout.runtime == "sglang":
+        yield (
+            f"{len(biased)} linears have a bias, {biased[0].name} among them: SGLang 0.5.23 "
+            "permutes it as here, but adds it after the kernel as if it had not"
+        )
+    if any(Role.SOURCE_GLOBAL in m.parts or Role.SOURCE_INPUT in m.parts for m in modules):
+        yield "source_global_scale and source_input_scale of the canonical form are left out"
+    mixed = [stack.name for stack in job.plan.stacks if len(_dtypes(stack)) > 1]
+    if mixed:
+        yield (
+            f"{mixed[0]}: its experts' scales or biases have several dtypes, and come back in one "
+            f"({len(mixed)} stacks of this kind)"
+        )
+
+
+def _dtypes(stack: Stack) -> set[tuple[str, ...]]:
+    """The dtypes of a stack's modules that the packed bytes do not tell, by member."""
+    return {
+        tuple(m.parts[r].dtype for m in group for r in (Role.SCALES, Role.BIAS) if r in m.parts)
+        for group in stack.groups
+    }
+
+
 def _stack(stack: Stack, job: Job, decisions: Sequence[Decision]) -> dict[str, Any]:
     settled = job.settled[stack.name]
     rows = [m.shape[0] for m in stack.groups[0]]
-    names = [m.name for group in stack.groups for m in group]
-    proved = "value-equal" + " once rounded" * bool(settled.rounded)
+    modules = [m for group in stack.groups for m in group]
+    names = [m.name for m in modules]
+    rounded = bool(settled.rounded or settled.short)
+    proved = "value-equal" + " once rounded" * rounded
     proved += " but for those flushed" * bool(settled.flushes)
     return {
         "name": stack.name,
@@ -116,12 +170,14 @@ def _stack(stack: Stack, job: Job, decisions: Sequence[Decision]) -> dict[str, A
         "padded": [list(stack.padded.rows), stack.padded.k],
         "unified": [asdict(d) for d in decisions],
         "folded_into": {m: job.unified.folds[m] for m in names if m in job.unified.folds},
-        "missing_input_scales": [m for m in names if job.unified.scalars[m].input is None],
+        "missing_input_scales": [m.name for m in modules if not has_input_scale(m)],
+        "global_scales": job.plan.options.layout.factor is not None,
         "lift": settled.lift_entry(),
         "lifts": settled.lifts,
         "rounded_scales": settled.rounded,
         "rounded_by_at_most": settled.worst,
         "fallen_to_zero": settled.fallen,
+        "global_scales_rounded_by_at_most": settled.short,
         "nan_over_zeros": settled.nan,
         "zero_matrices": list(settled.zero),
         "flushed": _flushed(settled),
@@ -180,13 +236,20 @@ def _row(stack: Mapping[str, Any]) -> tuple[str, ...]:
         experts + size(n, k),
         size(pn, pk) if (n, k) != (pn, pk) else "-",
         _how(stack),
-        "per expert" if isinstance(lift, list) else f"{lift:g}",
+        "per expert" if isinstance(lift, list) else _power(lift),
         f"{flushed['count']} ({flushed['norm_share']:.1e})" if flushed["count"] else "0",
-        "codes, scales" + " once rounded" * bool(stack["rounded_scales"]),
+        "codes, scales" + " once rounded" * ("once rounded" in stack["proved"]["scales"]),
     )
 
 
+def _power(lift: float) -> str:
+    """A power of two, as such if it is large."""
+    return f"{lift:g}" if lift < 1000 else f"2^{int(log2(lift))}"
+
+
 def _how(stack: Mapping[str, Any]) -> str:
+    if not stack["global_scales"]:
+        return "-"
     counts = Counter(decision["how"] for decision in stack["unified"])
     done = [f"{count} {DONE[how]}" for how, count in sorted(counts.items())]
     return ", ".join(done + ["takes a fold"] * bool(stack["folded_into"])) or "equal"

@@ -14,8 +14,9 @@ from transcode.kv import rewritten
 from transcode.module import Module
 from transcode.names import family, natural
 from transcode.origins import origins
+from transcode.output import Kind, Output
 from transcode.outputs import single, stacked
-from transcode.plan import Kind, Output, Plan, consumed, cut, once
+from transcode.plan import Plan, consumed, cut, once
 from transcode.producer import Form, Role
 from transcode.quant import Encoding
 from transcode.recognise import quantization

@@ -19,13 +19,13 @@ from transcode.checkpoint import Checkpoint
 from transcode.job import Job
 from transcode.loads import loaders
 from transcode.origins import hexed, key
+from transcode.output import Output
 from transcode.outputs import KEPT
-from transcode.plan import Output
 from transcode.producer import Loads, Role
 from transcode.recognise import disagreements
 from transcode.report import COMPLETE
 from transcode.rewritten import loss, turns, value
-from transcode.settle import change, prepare
+from transcode.settle_e4m3 import change, prepare
 from transcode.told import standard
 
 DONE = {"keep": "kept", "fold": "folded", "rescale": "rescaled"}

@@ -14,11 +14,11 @@ from transcode.fold import scaled
 from transcode.header import TensorInfo
 from transcode.job import Job
 from transcode.module import Module
+from transcode.output import Output, Recipe
 from transcode.outputs import KEPT, SCALARS, base_of
-from transcode.plan import Output, Recipe
 from transcode.producer import E8M0, Fusion, Leaf, Role
-from transcode.quant import decode, exponents, powers
-from transcode.settle import prepare
+from transcode.quant import QuantTensor, exponents, powers
+from transcode.settle_e4m3 import prepare
 
 
 def direct(output: Output, job: Job) -> TensorInfo | None:
@@ -30,7 +30,12 @@ def direct(output: Output, job: Job) -> TensorInfo | None:
         return None
     module = recipe.groups[0][0]
     part = module.parts[recipe.role]
-    if part.cut or part.name in job.unified.scaled or not _same(part.dtype, output.dtype):
+    if (
+        part.cut
+        or part.made
+        or part.name in job.unified.scaled
+        or not _same(part.dtype, output.dtype)
+    ):
         return None
     changed = recipe.role is Role.SCALES and _prepared(module, recipe.leaf, job)
     return None if changed else part
@@ -223,7 +228,8 @@ def decoded(module: Module, job: Job) -> Tensor:
     )
     if (info := module.scales).name in unified.scaled:
         scales = scaled(scales, info, unified.scaled[info.name])
-    return decode(module.encoding, read.tensor(module.codes), scales, factor, module.block)
+    codes = read.tensor(module.codes)
+    return QuantTensor(module.encoding, codes, scales, factor, module.block).dequantize()
 
 
 def loss(output: Output, job: Job) -> float:

@@ -19,7 +19,7 @@ Groups = Mapping[str, tuple[tuple[Module, ...], ...]]
 """`[E][M]` modules by the stem of the tensor that they are stacked in."""
 
 
-def _fusion(checkpoint: Checkpoint, form: Form) -> Fusion | None:
+def fusion_of(checkpoint: Checkpoint, form: Form) -> Fusion | None:
     """How the target stacks experts, if it is to."""
     model_type = str(checkpoint.text_config.get("model_type"))
     if not (form.fused or form.producer.always_fused):
@@ -50,7 +50,7 @@ def containers(
     checkpoint: Checkpoint, quantised: Mapping[str, Module], form: Form
 ) -> Iterator[tuple[Fusion, Groups]]:
     """Every container of quantised experts that the target stacks."""
-    fusion = _fusion(checkpoint, form)
+    fusion = fusion_of(checkpoint, form)
     if fusion is None:
         return
     for container, experts in sorted(experts_of(quantised).items(), key=lambda e: natural(e[0])):

@@ -7,14 +7,17 @@ share one lift (Marlin's factor) by default, all members of a group one global s
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
+import torch
+from torch import Tensor
+
 from transcode.checkpoint import Checkpoint
-from transcode.errors import FormatError, LayoutError
+from transcode.errors import FormatError
 from transcode.module import Module
-from transcode.names import address, family, natural
+from transcode.names import address, family
 from transcode.producer import Form
 from transcode.quant import Encoding
 from transcode.spec import Layout, Padded
@@ -25,7 +28,11 @@ COUNTS = ("num_experts", "n_routed_experts", "num_local_experts", "moe_num_exper
 
 @dataclass(frozen=True)
 class Options:
-    """What the user asked for: a kernel's layout, or another form of the checkpoint."""
+    """What the user asked for: a kernel's layout, or another form of the checkpoint.
+
+    lossy: whether values may change where an encoding does.
+    input_scale: of modules that are made NVFP4 with FP4 activations; None for 16-bit activations.
+    """
 
     kernel: Layout | None
     dtype: str
@@ -34,6 +41,8 @@ class Options:
     tp: int = 1
     shard_size: int = 5_000_000_000
     form: Form | None = None
+    lossy: bool = False
+    input_scale: float | None = 1.0
 
     @property
     def layout(self) -> Layout:
@@ -50,12 +59,14 @@ class Stack:
     padded: the members' padded rows and the padded K.
     fused: "w13" or "w2" where the groups become one tensor under `prefix`, "" where every member
     keeps its own name.
+    interleaved: whether gate's and up's rows take turns, else gate's come first.
     """
 
     prefix: str
     fused: str
     groups: tuple[tuple[Module, ...], ...]
     padded: Padded
+    interleaved: bool = False
 
     @property
     def name(self) -> str:
@@ -65,14 +76,51 @@ class Stack:
         joined = "+".join(address(m.name).leaf for m in self.groups[0])
         return f"{self.prefix}.{joined}".removeprefix(".")
 
+    @property
+    def first(self) -> Module:
+        """The first member: in encoding and K all are like it."""
+        return self.groups[0][0]
+
+    @property
+    def scales(self) -> int:
+        """Block scales of a padded row."""
+        return self.padded.k // (group_of(self.first) or self.padded.k)
+
+    def join(self, parts: Sequence[Tensor]) -> Tensor:
+        """A group's parts, one for each member or of one member only, as rows of one matrix."""
+        if self.interleaved and len(parts) > 1:
+            return torch.stack(list(parts), 1).flatten(0, 1)
+        return torch.cat(list(parts))
+
+    def rows(self, i: int) -> slice:
+        """Where a member's padded rows are among the joined ones."""
+        return rows_of(self.padded.rows, i, interleaved=self.interleaved)
+
     def roles(self) -> tuple[str, ...]:
         """The members' leaf names."""
         return tuple(address(m.name).leaf for m in self.groups[0])
 
 
-def packable(module: Module) -> bool:
-    """Whether a module is in the encoding that the layout packs, and is multiplied with."""
-    return module.encoding is Encoding.NVFP4 and not address(module.name).table
+def rows_of(padded: Sequence[int], i: int, *, interleaved: bool) -> slice:
+    """Where a member's padded rows are among those of all members."""
+    if interleaved:
+        return slice(i, None, len(padded))
+    return slice(sum(padded[:i]), sum(padded[: i + 1]))
+
+
+GROUPS = {Encoding.NVFP4: 16, Encoding.MXFP4: 32, Encoding.MXFP8: 32}
+
+
+def group_of(module: Module) -> int:
+    """How many columns share a scale; 0 for whole rows."""
+    if module.encoding is Encoding.FP8_BLOCK and module.block:
+        return module.block[1]
+    return GROUPS.get(module.encoding, 0)
+
+
+def packable(module: Module, layout: Layout) -> bool:
+    """Whether a module is in an encoding that the layout packs, and is multiplied with."""
+    return module.encoding in layout.encodings and not address(module.name).table
 
 
 def experts_of(modules: Mapping[str, Module]) -> dict[str, dict[int, dict[str, Module]]]:
@@ -84,71 +132,6 @@ def experts_of(modules: Mapping[str, Module]) -> dict[str, dict[int, dict[str, M
             key = where.projection or where.leaf
             found.setdefault(where.parent, {}).setdefault(where.expert, {})[key] = module
     return found
-
-
-def expert_stacks(
-    checkpoint: Checkpoint, modules: Mapping[str, Module], options: Options
-) -> Iterator[Stack]:
-    """`w13` and `w2` of every MoE layer whose experts are in the layout's encoding."""
-    for container, experts in sorted(experts_of(modules).items(), key=lambda e: natural(e[0])):
-        if not any(packable(m) for parts in experts.values() for m in parts.values()):
-            continue
-        _complete(container, experts, checkpoint)
-        first = experts[0]
-        odd = [m.name for m in first.values() if packable(m) and not address(m.name).projection]
-        if odd:
-            raise FormatError(f"{odd[0]}: an expert's projection that is not known here")
-        up, down = first["up"].shape, first["down"].shape
-        if up and down and down != up[::-1]:
-            raise FormatError(
-                f"{container}: up is {list(up)}, down {list(down)}, wanted the transpose"
-            )
-        inner, hidden = up or down[::-1]
-        try:
-            size = options.layout.pad_experts(hidden, inner, options.tp)
-        except LayoutError as error:
-            raise LayoutError(f"{container}: {error}") from None
-        gated = ("gate", "up") if "gate" in first else ("up",)
-        if packable(first["up"]):
-            padded = Padded((size,) * len(gated), hidden, True)
-            groups = tuple(tuple(experts[e][p] for p in gated) for e in sorted(experts))
-            yield _checked(Stack(container, "w13", groups, padded), options)
-        if packable(first["down"]):
-            padded = Padded((hidden,), size, True)
-            groups = tuple((experts[e]["down"],) for e in sorted(experts))
-            yield _checked(Stack(container, "w2", groups, padded), options)
-
-
-def _complete(
-    container: str, experts: Mapping[int, Mapping[str, Module]], checkpoint: Checkpoint
-) -> None:
-    """Every expert there, all with the same projections, encodings and shapes."""
-    all_there(container, experts, checkpoint)
-    first = experts[0]
-    if not {"up", "down"} <= set(first):
-        raise FormatError(
-            f"{container}.0: has {', '.join(sorted(first))}, wanted (gate,) up and down"
-        )
-    same_projections(container, experts)
-    for parts in experts.values():
-        for key, module in parts.items():
-            if module.encoding is not first[key].encoding:
-                raise FormatError(
-                    f"{module.name} is {module.encoding}, expert 0's is {first[key].encoding}"
-                )
-            if module.shape != first[key].shape:
-                raise FormatError(
-                    f"{module.name} is {list(module.shape)}, expert 0's is {list(first[key].shape)}"
-                )
-    if "gate" in first and (
-        first["gate"].encoding is not first["up"].encoding
-        or first["gate"].shape != first["up"].shape
-    ):
-        gate, up = first["gate"], first["up"]
-        raise FormatError(
-            f"{container}: gate is {gate.encoding} {list(gate.shape)}, "
-            f"wanted up's {up.encoding} {list(up.shape)}"
-        )
 
 
 def all_there(container: str, experts: Collection[int], checkpoint: Checkpoint) -> None:
@@ -170,9 +153,7 @@ def same_projections(container: str, experts: Mapping[int, Mapping[str, Module]]
 
 
 def siblings(
-    checkpoint: Checkpoint,
-    modules: Mapping[str, Module],
-    wanted: Callable[[Module], bool] = packable,
+    checkpoint: Checkpoint, modules: Mapping[str, Module], wanted: Callable[[Module], bool]
 ) -> Iterator[list[Module]]:
     """The dense modules that are `wanted`, those that a runtime joins together."""
     joined = family(checkpoint.text_config.get("model_type")).joined
@@ -186,24 +167,3 @@ def siblings(
     dense = [m for m in modules.values() if wanted(m) and address(m.name).expert is None]
     for _, group in groupby(sorted(dense, key=key), key=key):
         yield sorted(group, key=lambda m: place.get(address(m.name).leaf, (0, 0))[1])
-
-
-def dense_stacks(
-    checkpoint: Checkpoint, modules: Mapping[str, Module], options: Options
-) -> Iterator[Stack]:
-    """One stack for every fusion group of dense linears."""
-    for members in sorted(siblings(checkpoint, modules), key=lambda g: natural(g[0].name)):
-        k = members[0].shape[1]
-        for m in members:
-            if m.shape[1] != k:
-                raise FormatError(f"{m.name} has K = {m.shape[1]}, {members[0].name} has {k}")
-        padded = options.layout.pad([m.shape[0] for m in members], k)
-        prefix = address(members[0].name).parent
-        yield _checked(Stack(prefix, "", (tuple(members),), padded), options)
-
-
-def _checked(stack: Stack, options: Options) -> Stack:
-    n, k = sum(stack.padded.rows), stack.padded.k
-    if not n or not k or not options.layout.serves(n, k):
-        raise LayoutError(f"{stack.name}: {options.layout.name} has no kernel for N = {n}, K = {k}")
-    return stack

@@ -12,7 +12,7 @@ from transcode.fused import STACKED
 from transcode.header import TensorInfo
 from transcode.module import Module
 from transcode.names import address, natural
-from transcode.plan import Output
+from transcode.output import Output
 from transcode.producer import E8M0, Form, Group, Role, Told
 from transcode.quant import Encoding
 from transcode.recognise import QUANTISED, quantization

@@ -18,7 +18,8 @@ from transcode.errors import FormatError, LossError
 from transcode.fold import Pair, changes, folded, normed, refusal
 from transcode.module import Module
 from transcode.names import address, down_of
-from transcode.plan import Plan, has_input_scale
+from transcode.packed_outputs import has_input_scale
+from transcode.plan import Plan
 from transcode.producer import Role
 
 
@@ -86,7 +87,8 @@ def read_scalars(module: Module, read: Reader) -> Scalars:
 
 def unify(checkpoint: Checkpoint, plan: Plan, read: Reader) -> Unified:
     """Decide every group; raises FormatError for invalid scalars, LossError where not allowed."""
-    modules = [m for stack in plan.stacks for group in stack.groups for m in group]
+    every = (m for stack in plan.stacks for group in stack.groups for m in group)
+    modules = [m for m in every if Role.GLOBAL in m.parts]
     scalars = {m.name: read_scalars(m, read) for m in modules}
     g = {name: s.factor for name, s in scalars.items()}
     multiplier, scaled, folds = dict[str, float](), dict[str, float](), dict[str, float]()
@@ -95,7 +97,7 @@ def unify(checkpoint: Checkpoint, plan: Plan, read: Reader) -> Unified:
     keep = plan.options.unify == "keep"
     for stack in plan.stacks:
         for i, group in enumerate(stack.groups):
-            live = [m for m in group if not scalars[m.name].zero]
+            live = [m for m in group if m.name in scalars and not scalars[m.name].zero]
             values = [float(scalars[m.name].factor) for m in live]
             if len(set(values)) < 2:
                 if live and not keep:

@@ -8,83 +8,21 @@ scale that it was rounded for; a fold is undone, since only scalars took part in
 
 from __future__ import annotations
 
-from base64 import b64decode
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import torch
-from torch import Tensor
-
-from transcode.catalog import layouts, producer
+from transcode.catalog import layouts, producer, variant
 from transcode.checkpoint import Checkpoint
 from transcode.errors import CheckpointError, FormatError
 from transcode.files import REPORT, read_json
 from transcode.formats.canonical import VERSION
-from transcode.header import TensorInfo, bytes_of
+from transcode.header import TensorInfo
 from transcode.module import Module, Recognised
-from transcode.producer import Format, Role
-from transcode.quant import Encoding
+from transcode.packed_stack import PackedStack
 from transcode.recognise import recognise
 from transcode.spec import Layout
-
-_KERNEL = {False: "weight_scale_2", True: "weight_global_scale"}
-"""The kernel's global scale, of stacked experts and of a dense linear."""
-
-DEFAULT = {"w13": ("gate_proj", "up_proj"), "w2": ("down_proj",)}
-
-
-@dataclass(frozen=True)
-class Unpack:
-    """How a matrix lies in a packed one: see header.Cut, whose place it takes.
-
-    first, width: its columns of the stored words or bytes.  role: codes, scales or bias.
-    lift: the power of two that scales were multiplied with.
-    flushed: positions in `[n, k/16]` and E4M3 bytes of scales that were stored as zero.
-    """
-
-    stored: tuple[int, ...]
-    dtype: str
-    layout: Layout
-    role: Role
-    first: int
-    width: int
-    lift: float = 1.0
-    flushed: tuple[bytes, bytes] = (b"", b"")
-
-    def take(self, stored: Tensor, shape: tuple[int, ...]) -> Tensor:
-        """The matrix of this shape, without padding."""
-        mine = stored[..., self.first : self.first + self.width].contiguous()
-        if self.role is Role.BIAS:
-            return self.layout.unpack_bias(mine)[: shape[0]]
-        if self.role is Role.CODES:
-            return self.layout.unpack_codes(mine)[: shape[0], : shape[1]].contiguous()
-        scales = self.layout.unpack_scales(mine, self.lift).view(torch.uint8)
-        scales = scales[: shape[0], : shape[1]].contiguous()
-        at, raw = self.flushed
-        if at:
-            places = torch.frombuffer(bytearray(at), dtype=torch.uint32).long()
-            scales.view(-1)[places] = torch.frombuffer(bytearray(raw), dtype=torch.uint8)
-        return scales.view(torch.float8_e4m3fn)
-
-
-@dataclass(frozen=True)
-class Rescaled:
-    """The global scale that a group's block scales were rounded for, from the kernel's own.
-
-    constant: what the kernel's is to the factor, a power of two.  divisor: the source's sense.
-    """
-
-    stored: tuple[int, ...]
-    dtype: str
-    constant: float
-    divisor: bool
-
-    def take(self, stored: Tensor, shape: tuple[int, ...]) -> Tensor:
-        """`[]` float32."""
-        factor = (stored.double() / self.constant).float()
-        return (1.0 / factor if self.divisor else factor).reshape(shape)
 
 
 def opened(path: Path) -> tuple[Checkpoint, Recognised]:
@@ -108,7 +46,7 @@ def opened(path: Path) -> tuple[Checkpoint, Recognised]:
         checkpoint,
         config=described,
         hf_quant_config=aside if isinstance(aside, dict) else None,
-        notes=(*kept, *_rounded(checkpoint)),
+        notes=(*kept, *_rounded(checkpoint, variant(config["layout"], config.get("variant")))),
     )
     found = recognise(replace(as_source, tensors=rest))
     return as_source, Recognised(found.modules | modules, found.problems)
@@ -123,11 +61,12 @@ def _require_version(checkpoint: Checkpoint) -> None:
         raise FormatError(f"canonical version {version}, wanted {VERSION}")
 
 
-def _rounded(checkpoint: Checkpoint) -> Iterator[str]:
-    """What packing rounded, which does not come back."""
+def _rounded(checkpoint: Checkpoint, layout: Layout) -> Iterator[str]:
+    """What packing rounded, which does not come back but where the source's scales are kept."""
     report = _report(checkpoint)
-    scales = sum(int(s.get("rounded_scales") or 0) for s in report.get("stacks", ()))
-    if scales:
+    counts = [s.get("rounded_scales") for s in report.get("stacks", ()) if isinstance(s, dict)]
+    scales = sum(count for count in counts if isinstance(count, int))
+    if scales and layout.scales.dtype:
         yield f"{scales} block scales were rounded when it was packed; they stay so"
     if biases := report.get("rounded_biases"):
         yield f"{len(biases)} biases were rounded when it was packed; they stay so"
@@ -149,16 +88,23 @@ def packed_config(whole: Mapping[str, Any]) -> dict[str, Any] | None:
     config = whole.get("quantization_config")
     if not isinstance(config, dict) or config.get("quant_method") != "transcode":
         return None
-    layout = config.get("layout")
-    return config if isinstance(layout, str) and layout in layouts() else None
+    name = config.get("layout")
+    return config if isinstance(name, str) and name in layouts() else None
 
 
 def unpacked(checkpoint: Checkpoint, config: Mapping[str, Any]) -> dict[str, Module]:
     """The packed modules; FormatError for a layout version or a config that is not ours."""
-    layout = layouts()[config["layout"]]
+    layout = variant(config["layout"], config.get("variant"))
     if config.get("layout_version") != layout.version:
         raise FormatError(
             f"{layout.name} version {config.get('layout_version')}, wanted {layout.version}"
+        )
+    consumer = config.get("consumer")
+    runtime = consumer.get("runtime") if isinstance(consumer, dict) else None
+    if (runtime, config.get("activations")) != (layout.runtime, layout.activations):
+        raise FormatError(
+            f"variant {layout.variant!r} is for {layout.runtime} with {layout.activations} "
+            f"activations, the config says {runtime} with {config.get('activations')}"
         )
     report = _report(checkpoint)
     if scaled := report.get("scaled"):
@@ -167,10 +113,19 @@ def unpacked(checkpoint: Checkpoint, config: Mapping[str, Any]) -> dict[str, Mod
         found = [
             module
             for name, size in config["sizes"].items()
-            for module in _Stack(checkpoint, layout, name, size, config, report).modules()
+            for module in PackedStack(checkpoint, layout, name, size, config, report).modules()
         ]
-    except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
-        raise FormatError(f"the config of a packed folder is not ours: {error!r}") from None
+    except (
+        LookupError,
+        TypeError,
+        ValueError,
+        AttributeError,
+        StopIteration,
+        RuntimeError,
+    ) as error:
+        raise FormatError(
+            f"the config or Report of a packed folder is not ours: {error!r}"
+        ) from None
     return {module.name: module for module in found}
 
 
@@ -179,118 +134,3 @@ def _report(checkpoint: Checkpoint) -> dict[str, Any]:
         return read_json(checkpoint.path / REPORT)
     except CheckpointError as error:
         raise FormatError(f"a packed folder is read back with its Report: {error}") from None
-
-
-@dataclass(frozen=True)
-class _Stack:
-    """A stack as the config describes it."""
-
-    checkpoint: Checkpoint
-    layout: Layout
-    name: str
-    size: Mapping[str, Any]
-    config: Mapping[str, Any]
-    report: Mapping[str, Any]
-
-    @property
-    def dense(self) -> bool:
-        """Whether every member has tensors of its own, and there are no experts."""
-        return self.size["experts"] is None
-
-    def _of(self, info: TensorInfo, e: int) -> TensorInfo:
-        """An expert's entry of a stacked tensor; a dense member's is its own."""
-        return info if self.dense else info.entry(e)
-
-    def modules(self) -> Iterator[Module]:
-        """Every member of every group."""
-        prefix, _, last = self.name.rpartition(".")
-        experts = self.size["experts"]
-        leaves = self.size.get("members") or DEFAULT.get(last) or last.split("+")
-        rescaled = {
-            e
-            for group in self.config["groups"]
-            if group["name"] == self.name and group["how"] == "rescale"
-            for e in group["groups"]
-        }
-        entry: Mapping[str, Any] = next(
-            (s for s in self.report["stacks"] if s["name"] == self.name), {}
-        )
-        flushed = {f["module"]: f for f in entry.get("flushed", {}).get("scales", ())}
-        missing = set(entry.get("missing_input_scales", ()))
-        for e in range(experts or 1):
-            for i, leaf in enumerate(leaves):
-                name = ".".join(filter(None, (prefix, str(e) if experts else "", leaf)))
-                yield self._module(name, e, i, e in rescaled, flushed.get(name), name in missing)
-
-    def _module(
-        self, name: str, e: int, i: int, rescaled: bool, flushed: Any, no_input: bool
-    ) -> Module:
-        n, k = self.size["n"][i], self.size["k"]
-        format_ = _format(self.size["formats"][0])
-        lifts = self.size["lift"]
-        lift = float(lifts[e] if isinstance(lifts, list) else lifts)
-        stem = f"{name}." if self.dense else f"{self.name}_"
-        lost = (b64decode(flushed["at"]), b64decode(flushed["bytes"])) if flushed else (b"", b"")
-        parts = {
-            Role.CODES: self._part(stem + "weight", e, i, Role.CODES, "U8", (n, k // 2)),
-            Role.SCALES: self._part(
-                stem + "weight_scale", e, i, Role.SCALES, "F8_E4M3", (n, k // 16),
-                lift, lost,
-            ),
-            Role.GLOBAL: self._scalar(stem + "source_global_scale", e, i),
-        }  # fmt: skip
-        kernel = self.checkpoint.tensors[stem + _KERNEL[self.dense]]
-        if rescaled:
-            parts[Role.GLOBAL] = self._rescaled(kernel, e, lift, format_)
-        if stem + "source_input_scale" in self.checkpoint.tensors and not no_input:
-            parts[Role.INPUT] = self._scalar(stem + "source_input_scale", e, i)
-        if stem + "bias" in self.checkpoint.tensors:
-            dtype = self.checkpoint.tensors[stem + "bias"].dtype
-            parts[Role.BIAS] = self._part(stem + "bias", e, i, Role.BIAS, dtype, (n,))
-        named = {role: replace(part, name=f"{name}.{format_.leaf(role) or 'bias'}")
-                 for role, part in parts.items()}  # fmt: skip
-        leaves = {format_.leaf(role) or "bias": part for role, part in named.items()}
-        leaves["packed_global_scale"] = kernel
-        for leaf in ("source_global_scale", "source_input_scale"):
-            if stem + leaf in self.checkpoint.tensors:
-                leaves[leaf] = self.checkpoint.tensors[stem + leaf]
-        return Module(name, Encoding.NVFP4, (n, k), leaves, format_, named)
-
-    def _part(
-        self, stored: str, e: int, i: int, role: Role, dtype: str, shape: tuple[int, ...],
-        lift: float = 1.0, flushed: tuple[bytes, bytes] = (b"", b""),
-    ) -> TensorInfo:  # fmt: skip
-        """A member's columns of a packed tensor; a dense member has a tensor of its own."""
-        info = self.checkpoint.tensors[stored]
-        one = self._of(info, e)
-        rows, k = self.size["padded_n"], self.size["padded_k"]
-        widths = [n if role is not Role.CODES else self.layout.weight_shape(n, k)[1] for n in rows]
-        first = 0 if self.dense else sum(widths[:i])
-        cut = Unpack(one.shape, info.dtype, self.layout, role, first, widths[i], lift, flushed)
-        nbytes = bytes_of(dtype, shape)
-        return replace(one, dtype=dtype, shape=shape, nbytes=nbytes, part_of=info.name, cut=cut)
-
-    def _scalar(self, stored: str, e: int, i: int) -> TensorInfo:
-        """A source's scalar, word for word."""
-        info = self.checkpoint.tensors[stored]
-        one = self._of(info, e)
-        one = one.entry(i) if one.shape else one
-        return replace(one, part_of=info.name)
-
-    def _rescaled(self, info: TensorInfo, e: int, lift: float, format_: Format) -> TensorInfo:
-        """The global scale of a group whose block scales were rounded, from the kernel's."""
-        one = self._of(info, e)
-        constant = self.layout.pack_global(
-            torch.ones(1), torch.tensor([lift]), self.config["activation_dtype"]
-        )
-        divisor = format_.leaves[Role.GLOBAL].divisor
-        cut = Rescaled(one.shape, "F32", float(constant), divisor)
-        return replace(one, part_of=info.name, cut=cut)
-
-
-def _format(name: str) -> Format:
-    """`modelopt-nvfp4` and the like, as a packed folder's config names its source's."""
-    format_ = producer(name.removesuffix("-nvfp4")).format(Encoding.NVFP4)
-    if format_ is None:
-        raise FormatError(f"{name}: no such format")
-    return format_

@@ -16,15 +16,9 @@ import torch
 from safetensors import SafetensorError, safe_open
 from tqdm import tqdm
 
-from transcode.catalog import layout, targets
+from transcode.catalog import targets, variant
 from transcode.checkpoint import Checkpoint, reader
-from transcode.config import (
-    METHOD,
-    activation_dtype,
-    form_configs,
-    quantization_config,
-    target_config,
-)
+from transcode.config import METHOD, activation_dtype, form_configs, target_config
 from transcode.convert import decide, indexes, metadata_of, plan_of
 from transcode.degrees import HIGHEST
 from transcode.destination import CHUNK, EXPERT_INDEX, MISLEADING
@@ -32,8 +26,10 @@ from transcode.errors import CheckpointError, FormatError
 from transcode.files import INDEX, PLAN, REPORT, read_json, resolved
 from transcode.header import TensorInfo, read_header
 from transcode.job import Job
-from transcode.pack import padded_codes, pieces, raw_bytes
-from transcode.plan import Kind, Output, Plan
+from transcode.output import Kind, Output
+from transcode.pack import members, padded_codes, pieces, raw_bytes
+from transcode.packed_config import quantization_config
+from transcode.plan import Plan
 from transcode.producer import Form
 from transcode.report import COMPLETE, report
 from transcode.rewrite_report import rewrite_report
@@ -71,7 +67,7 @@ def options_of(target: Path, written: Any) -> Options:
     try:
         if written["quant_method"] != METHOD:
             raise FormatError(f"{target}: quant_method is not {METHOD}: not made by this program")
-        made = layout(written["layout"])
+        made = variant(written["layout"], written["variant"])
         if written["layout_version"] != made.version:
             raise FormatError(
                 f"{target}: layout version {written['layout_version']}, wanted {made.version}"
@@ -81,7 +77,7 @@ def options_of(target: Path, written: Any) -> Options:
         dtype = written["activation_dtype"]
     except (KeyError, TypeError) as error:
         raise FormatError(f"{target}: its config is not this program's: {error!r}") from None
-    if dtype not in ("bfloat16", "float16") or unify not in UNIFY:
+    if dtype not in made.dtypes or unify not in UNIFY:
         raise FormatError(f"{target}: activation_dtype {dtype!r}, unify {unify!r}: unknown options")
     if type(tp) is not int or not 1 <= tp <= HIGHEST or type(exact) is not bool:
         raise FormatError(f"{target}: tp {tp!r}, exact {exact!r}: unknown options")
@@ -142,18 +138,17 @@ def _tensors(job: Job, found: Mapping[str, TensorInfo]) -> Iterator[str]:
 
 def _codes(output: Output, info: TensorInfo, job: Job) -> Iterator[str]:
     """Unpack what is stored and compare with the source's codes and zero padding."""
-    stack, layout = output.stack, job.plan.options.layout
+    stack = output.stack
     assert stack is not None
-    members = range(len(stack.groups[0])) if output.member is None else (output.member,)
+    some = members(output)
     for e, group in enumerate(stack.groups):
         stored = job.read.tensor(info.entry(e) if stack.fused else info).to(job.device)
-        at = 0
-        for i in members:
-            width = layout.weight_shape(stack.padded.rows[i], stack.padded.k)[1]
-            codes = layout.unpack_codes(stored[:, at : at + width].contiguous()).cpu()
-            if not torch.equal(codes, padded_codes(job, stack, e, i)):
+        codes = job.plan.options.layout.codes.unpack(stored).cpu()
+        wanted = padded_codes(job, output, e)
+        for i in some:
+            rows = stack.rows(i) if len(some) > 1 else slice(None)
+            if not torch.equal(codes[rows], wanted[rows]):
                 yield f"{output.name}: {group[i].name}'s codes differ"
-            at += width
 
 
 def _bytes(output: Output, info: TensorInfo, job: Job) -> Iterator[str]:
@@ -167,6 +162,7 @@ def _bytes(output: Output, info: TensorInfo, job: Job) -> Iterator[str]:
         for piece in map(raw_bytes, pieces(output, job)):
             wrong += int((job.read.tensor(info.span(at, len(piece))) != piece).sum())
             at += len(piece)
+        wrong += abs(info.nbytes - at)
     if wrong:
         yield f"{output.name}: {wrong} of {info.nbytes} bytes differ"
 
@@ -222,7 +218,8 @@ def _report(
     if done.get("status") != COMPLETE:
         yield f"{REPORT}: does not say {COMPLETE!r}"
     wanted = report(checkpoint, job, quantization, [])
-    for key in ("source", "stacks", "scaled", "rounded_biases", "carried", "notes"):
+    proved = ("layout", "activation_dtype", "tp", "source", "stacks", "scaled", "rounded_biases")
+    for key in (*proved, "carried", "notes"):
         yield from _entries(REPORT, {key: done.get(key)}, {key: wanted[key]})
 
 

@@ -7,6 +7,7 @@ the test runs this file as a program of its own.
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -14,13 +15,15 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-CASES = [
-    ("nt w:4 h:2 c:8, kt g:2 q:4 e:2 -> kt nt c q w e h g", (256, 448), 4),
-    ("nt w:4 c:8, kt g:2 q:4 e:4 -> kt nt c q w g e", (256, 448), 8),
-    ("nt a:2 b:2 d:2 i:8, g -> g nt i a d b", (192, 10), 8),
-    ("nt a:4 i:4 b:2 -> nt i a b", (160,), 16),
-    ("m, kb b:128 -> kb m b", (8, 384), 32),
-    ("b x:8 y:4, k -> b y x k", (96, 7), 8),
+CASES = [  # with the bytes that a thread reads and writes at a time
+    ("nt w:4 h:2 c:8, kt g:2 q:4 e:2 -> kt nt c q w e h g", (256, 448), 4, 16),
+    ("nt w:4 c:8, kt g:2 q:4 e:4 -> kt nt c q w g e", (256, 448), 8, 16),
+    ("nt a:2 b:2 d:2 i:8, g -> g nt i a d b", (192, 64), 8, 16),
+    ("nt a:2 b:2 d:2 i:8, g -> g nt i a d b", (192, 10), 8, 2),
+    ("nt a:4 i:4 b:2 -> nt i a b", (1 << 12,), 16, 16),
+    ("nt a:4 i:4 b:2 -> nt i a b", (160,), 16, 4),
+    ("m, kb b:128 -> kb m b", (8, 384), 32, 16),
+    ("b x:8 y:4, k -> b y x k", (96, 7), 8, 1),
 ]
 
 
@@ -31,11 +34,12 @@ def test_every_kernel_compiles(capability: int, tmp_path: Path) -> None:
     command = [sys.executable, __file__, str(capability)]
     run = subprocess.run(command, env=env, cwd=ROOT, capture_output=True, text=True, check=False)
     assert run.returncode == 0, run.stderr
-    assert run.stdout.split() == ["move_tile"] * 2 * len(CASES)
+    wanted = [f"move_tile {width} {width}" for *_, width in CASES for _ in ("apply", "undo")]
+    assert run.stdout.splitlines() == wanted
 
 
 def compile_all(capability: int) -> None:
-    """Compile the kernel for each case, both ways; print the kernel's name each time."""
+    """Compile the kernel for each case, both ways; print its name and the bytes at a time."""
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
@@ -47,11 +51,11 @@ def compile_all(capability: int) -> None:
     kernels = {n for n, f in vars(_gather).items() if isinstance(f, triton.JITFunction)}
     if kernels != {"move_tile", "_places"}:  # the second is a part of the first
         raise SystemExit(f"compile all of {kernels}")
-    for pattern, shape, bits in CASES:
+    for pattern, shape, bits, _ in CASES:
         source, stored = orders(Tiling(pattern), shape)
         for way in ((source, stored), (stored, source)):
             moves = plan(*way, bits, _gather.WORD, _gather.TILE)
-            constants = _gather.constants(moves)
+            constants = dict(_gather.constants(moves))
             words = f"*u{moves.word}"
             signature = {
                 "source": words,
@@ -71,7 +75,14 @@ def compile_all(capability: int) -> None:
                 options={"num_warps": _gather.WARPS},
             )
             assert compiled.asm["cubin"]
-            print(compiled.metadata.name)
+            ptx = compiled.asm["ptx"]
+            print(compiled.metadata.name, *(widest(ptx, access) for access in ("ld", "st")))
+
+
+def widest(ptx: str, access: str) -> int:
+    """The bytes of the widest access to global memory, `ld` or `st`."""
+    found = re.findall(rf"\b{access}\.global(?:\.v(\d))?\.b(\d+)", ptx)
+    return max(int(times or 1) * int(bits) // 8 for times, bits in found)
 
 
 if __name__ == "__main__":

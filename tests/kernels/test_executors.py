@@ -12,6 +12,7 @@ from torch import Tensor
 
 from transcode.errors import LayoutError
 from transcode.kernels import _execute, _gather, _tiles
+from transcode.kernels._digits import orders, plan
 from transcode.quant import unpack_nibbles
 from transcode.tiling import Tiling
 
@@ -22,7 +23,7 @@ MARLIN = {
     "repack4.a81": "nt w:4 c:8, kt g:2 q:4 e:4 -> kt, nt c q w e g",
     "repack8.a81": "nt w:4 c:8, kt g:2 q:4 e:4 -> kt, nt c q w g e",
 }
-TILINGS = [
+TILINGS = [  # every order of a kernel first; what is left of an axis is odd where it can be
     *((pattern, (192, 160)) for pattern in MARLIN.values()),
     ("nt w:4 h:2 c:8, kt g:2 q:4 e:2 -> kt nt c q w e h g", (64, 16)),
     ("nt a:2 b:2 d:2 i:8, g -> g nt i a d b", (192, 10)),
@@ -33,15 +34,16 @@ TILINGS = [
     ("B a:4 r:32, kp b:4 -> kp B r a b", (384, 12)),
     ("h:2 b u:8 p:2, k -> b p h u k", (96, 30)),
     ("b x:8 y:4, k -> b y x k", (96, 14)),
-    ("m, kb b:128 -> kb m b", (8, 384)),
+    ("m, kb b:128 -> kb m b", (7, 384)),
     ("E, nt a:4 i:4 b:2 -> E, nt i a b", (3, 96)),  # experts are one more axis
     ("m, k -> k, m", (128, 64)),
     ("m, k -> m, k", (3, 8)),  # as it is
     ("m a:2, k b:6 -> k a, m b", (8, 24)),  # six is no power of two
 ]
-ODD = [
+ODD = [  # and those whose rows can be odd, which nibbles cannot be
     ("nt a:2 b:2 d:2 i:8, g -> g nt i a d b", (192, 7)),
     ("h:2 b m:8, k -> b h m k", (48, 45)),
+    ("h:2 b u:8 p:2, k -> b p h u k", (96, 45)),
     ("b x:8 y:4, k -> b y x k", (96, 7)),
     ("m, k:5 j:3 -> j, k m", (7, 15)),
     ("m, k -> k, m", (1, 1)),
@@ -106,9 +108,9 @@ def test_words_equal_the_compiled_repack(kind: str, size: str, place: str) -> No
     assert torch.equal(_execute.undo(tiling, stored, (n, k), bits).cpu(), source)
 
 
-@pytest.mark.parametrize("columns", [7, 10, 64])
-def test_a_table_replaces_every_byte(columns: int, place: str) -> None:
-    tiling, source = Tiling("nt a:2 b:2 d:2 i:8, g -> g, nt i a d b"), draw((128, columns), 8)
+@pytest.mark.parametrize(("pattern", "shape"), [*TILINGS, *ODD])
+def test_a_table_replaces_every_byte(pattern: str, shape: tuple[int, ...], place: str) -> None:
+    tiling, source = Tiling(pattern), draw(shape, 8)
     table = torch.randperm(256, generator=torch.Generator().manual_seed(0)).to(torch.uint8)
     stored = _execute.apply(tiling, source.to(place), 8, table.to(place))
     assert torch.equal(stored.cpu(), tiling.apply(table[source.int()]))
@@ -144,6 +146,13 @@ def test_many_tiles_are_shared_among_threads(place: str) -> None:
         stored = _execute.apply(tiling, source.to(place), bits)
         assert torch.equal(stored.cpu(), reference(tiling, source, bits))
         assert torch.equal(_execute.undo(tiling, stored, shape, bits).cpu(), source)
+
+
+def test_tiles_with_short_runs_follow_on_one_another() -> None:
+    source, stored = orders(Tiling("nt a:2 b:2 d:2 i:8, g -> g nt i a d b"), (1 << 13, 180))
+    _, read, _ = plan(source, stored, 8, 32, 12).outer[-1]
+    _, _, written = plan(stored, source, 8, 32, 12).outer[-1]
+    assert (read, written) == (1, 1)
 
 
 def test_nothing_is_moved_for_an_empty_tensor(place: str) -> None:

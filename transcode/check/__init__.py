@@ -61,6 +61,10 @@ def verdict(findings: Sequence[Finding], runtime: str | None) -> str:
     """One sentence over all findings."""
     judged, levels = runtime or "vllm and sglang", {f.level for f in findings}
     if any(f.code == "packed" for f in findings):
+        return (
+            "no runtime loads it yet" if runtime == "sglang" else "vllm loads it with the plug-in"
+        )
+    if any(f.code == "packed-unserved" for f in findings):
         return "no runtime loads it yet"
     if any(f.code == "canonical" for f in findings):
         return "no runtime loads it: convert it"
@@ -89,15 +93,25 @@ def _judge(checkpoint: Checkpoint) -> Iterator[Finding]:
         yield from _canonical(checkpoint, declared)
         return
     if declared.raw.get("quant_method") == METHOD:
-        yield Finding(
-            "NOTE", "packed", declared.where,
-            f"packed by transcode ({declared.raw.get('layout')}): no runtime loads it without a "
-            "plug-in, which is yet to come",
-        )  # fmt: skip
+        yield _packed(declared)
         return
     recognised = recognise(checkpoint)
     for finding in _foreign(checkpoint, declared, recognised):
         yield _placed(finding, recognised.modules)
+
+
+def _packed(declared: Declared) -> Finding:
+    """Our own folder: what is packed for vLLM has a plug-in that serves it."""
+    name, variant = declared.raw.get("layout"), declared.raw.get("variant")
+    served = (
+        "vLLM serves it with the plug-in that `pip install 'checkpoint-transcode[vllm]'` brings"
+        if variant == "vllm"
+        else "there is a plug-in for vLLM's usual variant only: no runtime loads it yet"
+    )
+    return Finding(
+        "NOTE", "packed" if variant == "vllm" else "packed-unserved", declared.where,
+        f"packed by transcode ({name}, variant {variant}): {served}",
+    )  # fmt: skip
 
 
 def _placed(finding: Finding, modules: Mapping[str, Module]) -> Finding:
@@ -139,7 +153,8 @@ def _foreign(
     yield from of_ignore(checkpoint, declared, units(checkpoint, recognised.modules))
     yield from _form(checkpoint, recognised)
     plan, refusal = _plan(checkpoint)
-    packed = {m.name: m for m in recognised.modules.values() if packable(m)}
+    layout = catalog.layout(MARLIN)
+    packed = {m.name: m for m in recognised.modules.values() if packable(m, layout)}
     yield from _down_bias(packed)
     with reader() as read:
         yield from of_kv(checkpoint, declared, read)

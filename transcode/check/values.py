@@ -19,7 +19,8 @@ from transcode.config import activation_dtype
 from transcode.errors import FormatError
 from transcode.module import Module
 from transcode.names import address
-from transcode.settle import BYTES, over_codes
+from transcode.settle_e4m3 import BYTES
+from transcode.settled import over_codes
 from transcode.stacks import experts_of, siblings
 from transcode.unify import Scalars, read_scalars
 
@@ -77,7 +78,7 @@ def of_values(
 
 def groups_of(checkpoint: Checkpoint, modules: Mapping[str, Module]) -> list[Group]:
     """Modules that a runtime joins, in its order; those that stand alone are groups of one."""
-    groups = [tuple(group) for group in siblings(checkpoint, modules)]
+    groups = [tuple(group) for group in siblings(checkpoint, modules, lambda m: True)]
     for experts in experts_of(modules).values():
         for parts in experts.values():
             first = tuple(parts[key] for key in ("gate", "up") if key in parts)
@@ -189,7 +190,7 @@ def _blocks(values: Values, read: Reader) -> Iterator[Finding]:
 
 def _flushes(checkpoint: Checkpoint, values: Values, groups: Sequence[Group]) -> Iterator[Finding]:
     """Block scales too small for Marlin's bytes: one lift a layer in vLLM, none in SGLang."""
-    layout, dtype = catalog.layout("marlin-nvfp4"), activation_dtype(checkpoint)
+    dtype = activation_dtype(checkpoint)
     stacks: dict[str, list[str]] = {}
     for group in groups:
         where = address(group[0].name)
@@ -203,13 +204,13 @@ def _flushes(checkpoint: Checkpoint, values: Values, groups: Sequence[Group]) ->
         live = [name for name in names if not values.zero(name)]
         total = sum((values.histograms[name] for name in live), torch.zeros(256, dtype=torch.int64))
         present = BYTES[(total > 0) & BYTES.isfinite()]
-        lift = layout.lift(float(present.max()) if len(present) else 0.0, dtype)
-        lifts = {"vllm": lift} | ({"sglang": 1.0} if dtype == "bfloat16" else {})
-        for runtime, factor in lifts.items():
-            small = layout.flushed(every, factor)
+        largest = float(present.max()) if len(present) else 0.0
+        for layout in catalog.layouts()["marlin-nvfp4"]:
+            lift = layout.scales.lift(largest, dtype)
+            small = layout.scales.flushed(every, lift, dtype)
             for name in live:
                 if count := int(values.histograms[name][small].sum()):
-                    lost[runtime][name] = count
+                    lost[layout.runtime][name] = count
     for runtime, found in lost.items():
         if found:
             worst = max(found, key=lambda name: found[name])

@@ -21,12 +21,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
-from torch import Tensor
-from torch.nn.functional import gelu, relu, silu
-
-from transcode.checkpoint import Checkpoint, reader
-from transcode.convert import plan_for
+from transcode.checkpoint import reader
+from transcode.convert import plan_of
+from transcode.errors import TranscodeError
 from transcode.files import read_json, resolved
+from transcode.gemm.activation import activation
 from transcode.gemm.dense import dense_run
 from transcode.gemm.moe import moe_run
 from transcode.gemm.ops import Ops, load
@@ -37,15 +36,8 @@ from transcode.plan import Plan
 from transcode.settle import settle
 from transcode.stacks import Stack
 from transcode.unify import Decision, unify
+from transcode.unpacked import opened
 from transcode.verify import options_of
-
-ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
-    **dict.fromkeys(("silu", "swish"), silu),
-    "gelu": gelu,
-    **dict.fromkeys(("gelu_pytorch_tanh", "gelu_new"), partial(gelu, approximate="tanh")),
-    "relu": relu,
-    "relu2": lambda x: relu(x).square(),
-}
 
 T = TypeVar("T")
 
@@ -59,7 +51,13 @@ def kernel_check(
     where no kernel or GPU can be used.
     """
     written = read_json(resolved(target) / "config.json").get("quantization_config")
-    ops = load(libraries, options_of(target, written).dtype)
+    options = options_of(target, written)
+    if options.layout.activations != "16-bit":
+        raise TranscodeError(
+            f"{options.layout.name} with {options.layout.activations} activations: its kernel is "
+            "not run here (it wants compute capability 8.9 or 12.x)"
+        )
+    ops = load(libraries, options.dtype)
     return check(source, target, ops, everything)
 
 
@@ -67,8 +65,8 @@ def check(source: Path, target: Path, ops: Ops, everything: bool) -> dict[str, A
     """The same with ops that are loaded already."""
     root = resolved(target)
     written = read_json(root / "config.json").get("quantization_config")
-    checkpoint = Checkpoint.open(source)
-    plan = plan_for(checkpoint, options_of(target, written))
+    checkpoint, recognised = opened(source)
+    plan = plan_of(checkpoint, recognised, options_of(target, written))
     stored = [read_header(path).tensors for path in sorted(root.glob("*.safetensors"))]
     with reader() as read:
         unified = unify(checkpoint, plan, read)
@@ -80,7 +78,7 @@ def check(source: Path, target: Path, ops: Ops, everything: bool) -> dict[str, A
             {output.name: output for output in plan.outputs()},
             {name: info for header in stored for name, info in header.items()},
             ops,
-            *_activation(checkpoint),
+            *activation(checkpoint),
             [],
             [],
         )
@@ -135,15 +133,6 @@ def _ends(items: Iterable[T], kind: Callable[[T], Hashable]) -> list[T]:
     for item in items:
         found.setdefault(kind(item), []).append(item)
     return [item for same in found.values() for item in (same[:1] + same[1:][-1:])]
-
-
-def _activation(checkpoint: Checkpoint) -> tuple[str, Callable[[Tensor], Tensor]]:
-    """The config's activation; silu stands in for one that is not known here."""
-    keys = ("mlp_hidden_act", "hidden_act", "hidden_activation")
-    named = next((str(v) for k in keys if (v := checkpoint.text_config.get(k)) is not None), "none")
-    if named in ACTIVATIONS:
-        return named, ACTIVATIONS[named]
-    return f"silu in place of {named}", silu
 
 
 def table(evidence: Mapping[str, Any]) -> str:

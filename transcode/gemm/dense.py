@@ -60,14 +60,16 @@ def dense_run(trial: Trial, stack: Stack) -> dict[str, Any]:
 
 def _joined(members: Sequence[Packed], dtype: torch.dtype) -> Packed:
     """Members as a runtime joins them along N; those without a bias get zeros."""
-    factors = torch.stack([m.factor for m in members])
-    if not torch.equal(factors, factors[:1].expand_as(factors)):
-        raise Mismatch(f"global scales differ in one group: {factors.tolist()}")
-    zeros = partial(torch.zeros, dtype=dtype, device=factors.device)
+    factors = [float(m.factor) for m in members if m.factor is not None]
+    if len(set(factors)) > 1:
+        raise Mismatch(f"global scales differ in one group: {factors}")
+    zeros = partial(torch.zeros, dtype=dtype, device=members[0].weight.device)
+    raw = torch.uint8 if members[0].scales.element_size() == 1 else members[0].scales.dtype
     biases = [zeros(m.n) if m.bias is None else m.bias for m in members]
     return Packed(
         torch.cat([m.weight for m in members], 1),
-        torch.cat([m.scales for m in members], 1),
+        torch.cat([m.scales.view(raw) for m in members], 1).view(members[0].scales.dtype),
         members[0].factor,
         torch.cat(biases) if any(m.bias is not None for m in members) else None,
+        members[0].bits,
     )

@@ -115,7 +115,7 @@ def _layer(trial: Trial, chosen: Sequence[int], to: Routing, w13: Run, w2: Run) 
     x = activations(prefix, len(to.experts), columns) * w13.level
     entering = trial.entering(x, w13.packed.k)
     leaving = trial.ops.moe_gemm(entering, w13.packed, to, second=False, weigh=False).float()
-    hidden = _between(trial, torch.split_with_sizes(leaving, list(w13.stack.padded.rows), -1))
+    hidden = trial.act([leaving[:, w13.stack.rows(i)] for i in range(len(w13.stack.padded.rows))])
     source = _function(trial, chosen, to, w13, w2, x, meant)
     wanted, against = source, "the source"
     if not all(kept(trial.job, run.stack, e) for run in (w13, w2) for e in chosen):
@@ -124,7 +124,7 @@ def _layer(trial: Trial, chosen: Sequence[int], to: Routing, w13: Run, w2: Run) 
     level = power(1 / (size(wanted) or 1.0), trial.job.plan.options.dtype)
     source, wanted, to = source * level, wanted * level, replace(to, weights=to.weights * level)
     second = partial(trial.ops.moe_gemm, hidden.to(trial.dtype), w2.packed, to, second=True)
-    found = second(weigh=True).reshape(*to.experts.shape, -1).sum(1)
+    found = second(weigh=True).reshape(*to.experts.shape, -1).sum(1)[:, : wanted.shape[1]]
     apart = error(found, wanted)
     if w2.packed.bias is not None and not apart < trial.accept.moe:
         trial.notes.append(
@@ -132,7 +132,7 @@ def _layer(trial: Trial, chosen: Sequence[int], to: Routing, w13: Run, w2: Run) 
             f"weights (relative error {apart:.2e}); they were applied after it"
         )
         rows = second(weigh=False) * to.weights.flatten()[:, None].to(trial.ops.device)
-        found = rows.to(trial.dtype).reshape(*to.experts.shape, -1).sum(1)
+        found = rows.to(trial.dtype).reshape(*to.experts.shape, -1).sum(1)[:, : wanted.shape[1]]
         apart = error(found, wanted)
     trial.judge(f"{prefix}, the layer against {against}", apart, trial.accept.moe)
     return {"layer": apart, "against": against, "from_source": error(found, source)}
@@ -155,13 +155,9 @@ def _function(
             w, bias = weight(trial.job, w13.stack, e, i)
             outs.append(product(x[rows // to.top_k], w) + bias)
         w, bias = weight(trial.job, w2.stack, e, 0)
-        down = product(_between(trial, outs), w) + bias
+        down = product(trial.act(outs), w) + bias
         total.index_add_(0, rows // to.top_k, down * to.weights.flatten()[rows, None].double())
     return total
-
-
-def _between(trial: Trial, outs: Sequence[Tensor]) -> Tensor:
-    return trial.act(outs[0]) * outs[1] if len(outs) > 1 else trial.act(outs[0])
 
 
 def _experts(layer: Sequence[Stack], decisions: Iterable[Decision], everything: bool) -> list[int]:

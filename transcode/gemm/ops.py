@@ -44,12 +44,14 @@ SIGNATURES = {
 
 SAME: dict[str, Any] = {
     **dict.fromkeys(("c_or_none", "a_scales", "b_zeros_or_none", *ORDER.split())),
-    "b_type_id": 562949953487106,  # float4_e2m1f (vllm/scalar_type.py)
     **dict.fromkeys(("is_k_full", "is_full_k", "use_fp32_reduce"), True),
     **dict.fromkeys(("use_atomic_add", "is_zp_float"), False),
     **dict.fromkeys(TILES.split(), -1),
 }
-"""What vLLM passes in every call with NVFP4 weights and 16-bit activations."""
+"""What vLLM passes in every call with these weights and 16-bit activations."""
+
+TYPES = {4: 562949953487106, 8: 2814749767172868}
+"""float4_e2m1f and float8_e4m3fn, by bits (vllm/scalar_type.py)."""
 
 BLOCK = 8
 """Pairs of a token and an expert that the MoE kernel takes at a time."""
@@ -59,19 +61,22 @@ BLOCK = 8
 class Packed:
     """A matrix as it is stored, or one for each expert along a first axis E.
 
-    weight: int32 `[K/16, 2N]`.  scales: `[K/16, N]` bytes named float8_e4m3fn.
-    factor: float32 `[]`, or `[E]`.  bias: `[N]` in the activation dtype, or None.
+    weight: int32 `[K/16, N * bits / 2]`.
+    scales: `[G, N]`, float8_e4m3fn (S0E5M3 bytes), float8_e8m0fnu or the activation dtype.
+    factor: float32 `[]`, or `[E]`; None where there is no global scale.
+    bias: `[N]` in the activation dtype, or None.
     """
 
     weight: Tensor
     scales: Tensor
-    factor: Tensor
+    factor: Tensor | None
     bias: Tensor | None
+    bits: int
 
     @property
     def n(self) -> int:
         """Rows of the matrix, with padding: the output's columns."""
-        return self.weight.shape[-1] // 2
+        return self.weight.shape[-1] * 2 // self.bits
 
     @property
     def k(self) -> int:
@@ -186,6 +191,7 @@ def _operands(x: Tensor, b: Packed, m: int) -> dict[str, Any]:
         "b_bias_or_none": b.bias,
         "b_scales": b.scales,
         "global_scale": b.factor,
+        "b_type_id": TYPES[b.bits],
         "size_m": m,
         "size_n": b.n,
         "size_k": b.k,

@@ -17,14 +17,15 @@ from transcode.gemm.wanted import (
 )
 from transcode.header import TensorInfo
 from transcode.job import Job
-from transcode.plan import Output
+from transcode.output import Output
 from transcode.stacks import Stack
 
 ROWS = 16
 """Rows of a GEMM, and the fewest tokens of an MoE layer."""
 
-SWAPPED = [0, 4, 2, 6, 1, 5, 3, 7]
-"""A word's nibbles with two factors of Marlin's `e h g` swapped: k's parity e, k's half of 16 g."""
+SWAPPED = {4: [0, 4, 2, 6, 1, 5, 3, 7], 8: [0, 2, 1, 3]}
+"""A word's codes, by their bits, with two factors of Marlin's `e h g`, or `e g`, swapped: k's
+parity e and k's half of 16 g."""
 
 
 @dataclass(frozen=True)
@@ -48,8 +49,8 @@ ACCEPTANCE = {"bfloat16": Acceptance(4e-3, 6e-3), "float16": Acceptance(5e-4, 1e
 class Trial:
     """What every run needs. wanted, stored: DST's tensors by plan and by headers.
 
-    act: the MoE layers' activation.  failures, notes: what was found so far; a note is no fault of
-    DST's.
+    act: the MoE layers' function of gate and up, or of up alone.
+    failures, notes: what was found so far; a note is no fault of DST's.
     """
 
     job: Job
@@ -57,7 +58,7 @@ class Trial:
     stored: Mapping[str, TensorInfo]
     ops: Ops
     activation: str
-    act: Callable[[Tensor], Tensor]
+    act: Callable[[Sequence[Tensor]], Tensor]
     failures: list[str]
     notes: list[str]
 
@@ -114,11 +115,14 @@ class Trial:
 
     def packed(self, stem: str, factor: str, biased: bool, experts: Sequence[int] | None) -> Packed:
         """A member of a dense group, or an MoE layer's w13 or w2."""
+        layout = self.job.plan.options.layout
+        scales = self.tensor(f"{stem}weight_scale", experts)
         return Packed(
             self.tensor(f"{stem}weight", experts),
-            self.tensor(f"{stem}weight_scale", experts),
-            self.tensor(f"{stem}{factor}", experts),
+            scales.view(torch.float8_e8m0fnu) if scales.dtype is torch.uint8 else scales,
+            self.tensor(f"{stem}{factor}", experts).float() if layout.factor else None,
             self.tensor(f"{stem}bias", experts) if biased else None,
+            layout.codes.bits,
         )
 
 
@@ -129,12 +133,12 @@ def bare(b: Packed) -> Packed:
 
 def swapped(b: Packed) -> Packed:
     """The control: the same words with two factors of the layout swapped, without the bias."""
-    shift = 4 * torch.arange(8, dtype=torch.int32, device=b.weight.device)
-    nibbles = ((b.weight[..., None] >> shift) & 0xF)[..., SWAPPED]
-    return replace(b, weight=(nibbles << shift).sum(-1, dtype=torch.int32), bias=None)
+    count, one = 32 // b.bits, (1 << b.bits) - 1
+    shift = b.bits * torch.arange(count, dtype=torch.int32, device=b.weight.device)
+    codes = ((b.weight[..., None] >> shift) & one)[..., SWAPPED[b.bits]]
+    return replace(b, weight=(codes << shift).sum(-1, dtype=torch.int32), bias=None)
 
 
 def columns_of(out: Tensor, stack: Stack) -> list[Tensor]:
     """The members' own columns of a joined output, without padding."""
-    parts = torch.split_with_sizes(out, list(stack.padded.rows), -1)
-    return [p[:, : m.shape[0]] for p, m in zip(parts, stack.groups[0], strict=True)]
+    return [out[:, stack.rows(i)][:, : m.shape[0]] for i, m in enumerate(stack.groups[0])]

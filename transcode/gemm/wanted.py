@@ -12,9 +12,9 @@ from torch import Tensor
 from transcode.job import Job
 from transcode.module import Module
 from transcode.pack import bias as rounded_bias
-from transcode.quant import QuantTensor
+from transcode.quant import Encoding, QuantTensor
 from transcode.settle import prepare
-from transcode.stacks import Stack
+from transcode.stacks import Stack, group_of
 
 CHUNK = 1 << 24
 """Elements of a matrix that are decoded at a time."""
@@ -28,34 +28,52 @@ def held(job: Job, stack: Stack, e: int, i: int) -> tuple[QuantTensor, Tensor]:
 
     That is prepared scales, less those flushed, and the final global scale.
     """
-    module = stack.groups[e][i]
-    scales = prepare(module, job.unified, job.read)
-    lost = job.plan.options.layout.flushed(scales, float(job.settled[stack.name].lift[e]))
-    kept = torch.where(lost, 0, scales.view(torch.uint8)).view(scales.dtype)
+    module, options = stack.groups[e][i], job.plan.options
+    scales = prepare(module, job.unified, options, job.read)
+    codes = job.read.tensor(module.codes)
     bias = _no_bias(module)
     if "bias" in module.leaves:
-        bias = rounded_bias(module, job.plan.options.dtype, job.unified, job.read)[0].double()
-    return QuantTensor(_codes(job, module), kept, job.unified.g[module.name]), bias
+        bias = rounded_bias(module, options.dtype, job.unified, job.read)[0].double()
+    if scales.element_size() > 1:
+        block = 1, group_of(module) or module.shape[1]
+        return QuantTensor(Encoding.FP8_BLOCK, codes, scales, None, block), bias
+    lift = float(job.settled[stack.name].lift[e])
+    lost = options.layout.scales.flushed(scales, lift, options.dtype)
+    kept = torch.where(lost, 0, scales.view(torch.uint8)).view(scales.dtype)
+    return QuantTensor(module.encoding, codes, kept, _factor(job, stack, e)), bias
 
 
 def meant(job: Job, stack: Stack, e: int, i: int) -> tuple[QuantTensor, Tensor]:
     """What the source itself means, but that a NaN scale over zeros is zero."""
-    module = stack.groups[e][i]
-    scales = prepare(module, replace(job.unified, multiplier={}), job.read)
-    bias = _no_bias(module)
-    if "bias" in module.leaves:
-        bias = job.read.tensor(module.leaf("bias")).double()
-    return QuantTensor(_codes(job, module), scales, job.unified.scalars[module.name].factor), bias
+    module, read = stack.groups[e][i], job.read
+    codes, scales = read.tensor(module.codes), read.tensor(module.scales)
+    if scales.element_size() == 1:
+        unscaled = replace(job.unified, multiplier={})
+        scales = prepare(module, unscaled, job.plan.options, read)
+    scalars = job.unified.scalars.get(module.name)
+    factor = scalars.factor if scalars else None
+    bias = read.tensor(module.leaf("bias")).double() if "bias" in module.leaves else None
+    weight = QuantTensor(module.encoding, codes, scales, factor, module.block)
+    return weight, _no_bias(module) if bias is None else bias
 
 
 def kept(job: Job, stack: Stack, e: int) -> bool:
-    """Whether no block scale of a group was rounded again or flushed."""
-    changed = {f.module for f in job.settled[stack.name].flushes} | job.unified.multiplier.keys()
-    return not any(module.name in changed for module in stack.groups[e])
+    """Whether no scale of a group was rounded or flushed."""
+    settled = job.settled[stack.name]
+    changed = {f.module for f in settled.flushes} | job.unified.multiplier.keys()
+    rounded = settled.rounded and stack.first.encoding is not Encoding.NVFP4
+    stored = _factor(job, stack, e)
+    same = stored is None or bool(stored == settled.g[e])
+    return same and not rounded and not any(m.name in changed for m in stack.groups[e])
 
 
-def _codes(job: Job, module: Module) -> Tensor:
-    return job.read.tensor(module.codes)
+def _factor(job: Job, stack: Stack, e: int) -> Tensor | None:
+    """The global scale that a group's stored one stands for."""
+    how, settled = job.plan.options.layout.factor, job.settled[stack.name]
+    if how is None:
+        return None
+    g, lift, dtype = settled.g[e], settled.lift[e], job.plan.options.dtype
+    return how.unpack(how.pack(g, lift, dtype), lift, dtype)
 
 
 def _no_bias(module: Module) -> Tensor:
@@ -63,16 +81,12 @@ def _no_bias(module: Module) -> Tensor:
 
 
 def product(x: Tensor, w: QuantTensor) -> Tensor:
-    """`x @ W.T` in float64, a few rows of W at a time."""
-    step = max(1, CHUNK // w.shape[1])
-    return torch.cat(
-        [
-            x @ QuantTensor(w.codes[r : r + step], w.scales[r : r + step], w.global_scale)
-            .dequantize().double().T
-            for r in range(0, w.shape[0], step)
-        ],
-        -1,
-    )  # fmt: skip
+    """`x @ W.T` in float64, some rows of W at a time."""
+    n, k = w.shape
+    tall = w.block[0] if w.block else 1
+    step = tall * max(1, CHUNK // k // tall)
+    parts = (w.rows(r, min(r + step, n)).dequantize() for r in range(0, n, step))
+    return torch.cat([x @ part.double().T for part in parts], -1)
 
 
 def activations(name: str, rows: int, columns: int) -> Tensor:

@@ -1,0 +1,109 @@
+"""A runtime's Python files, executed one by one from its wheel, without the runtime."""
+
+from __future__ import annotations
+
+import hashlib
+import sys
+import zipfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+from unittest.mock import MagicMock
+
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Wheel:
+    """The files of a wheel, packed or unpacked."""
+
+    root: Path | zipfile.Path
+
+    @classmethod
+    def open(cls, path: Path) -> Wheel:
+        """Open a `.whl` file or the folder that one was unpacked into."""
+        return cls(path if path.is_dir() else zipfile.Path(path))
+
+    @property
+    def version(self) -> str:
+        """The version in the name of the wheel's dist-info folder."""
+        names = [entry.name for entry in self.root.iterdir()]
+        (info,) = (name for name in names if name.endswith(".dist-info"))
+        return info.removesuffix(".dist-info").partition("-")[2]
+
+    def source(self, module: str) -> str:
+        """The source text of a module."""
+        return (self.root / f"{module.replace('.', '/')}.py").read_text(encoding="utf-8")
+
+    def digest(self, module: str) -> str:
+        """The SHA-256 of a module's source text."""
+        return hashlib.sha256(self.source(module).encode()).hexdigest()
+
+
+@dataclass(frozen=True)
+class Runtime:
+    """One version of a runtime, as far as its packers need it."""
+
+    name: str
+    wheel: Wheel
+    modules: Mapping[str, Any]
+    """The driven modules, and stand-ins with settings that a driven one reads."""
+    repack: Callable[..., Tensor]
+    """What stands for the CUDA operator."""
+
+    def __str__(self) -> str:
+        """Its name and version."""
+        return f"{self.name} {self.wheel.version}"
+
+
+class StandIn(ModuleType):
+    """A module that is not executed: any name asked of it is there, and does nothing."""
+
+    def __getattr__(self, name: str) -> Any:
+        """Make up the attribute; the import system's own names stay absent."""
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return MagicMock(name=f"{self.__name__}.{name}")
+
+
+class WheelImporter(MetaPathFinder, Loader):
+    """Imports `driven` modules from a wheel and a stand-in for every other part of a package."""
+
+    def __init__(self, wheel: Wheel, package: str, driven: Sequence[str]) -> None:
+        self.wheel = wheel
+        self.package = package
+        self.driven = driven
+
+    def find_spec(self, name: str, path: object = None, target: object = None) -> ModuleSpec | None:
+        """Claim everything that belongs to the package."""
+        if name.partition(".")[0] != self.package:
+            return None
+        return ModuleSpec(name, self, is_package=name not in self.driven)
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType | None:
+        """An ordinary module for a driven one, a stand-in for the others."""
+        return None if spec.name in self.driven else StandIn(spec.name)
+
+    def exec_module(self, module: ModuleType) -> None:
+        """Run a driven module's source text as it lies in the wheel."""
+        name = module.__name__
+        if name in self.driven:
+            exec(compile(self.wheel.source(name), name, "exec"), module.__dict__)
+
+
+@contextmanager
+def importing(wheel: Wheel, package: str, driven: Sequence[str]) -> Iterator[None]:
+    """Let `import package...` mean this wheel, and forget it afterwards."""
+    importer = WheelImporter(wheel, package, driven)
+    sys.meta_path.insert(0, importer)
+    try:
+        yield
+    finally:
+        sys.meta_path.remove(importer)
+        for name in [name for name in sys.modules if name.partition(".")[0] == package]:
+            del sys.modules[name]

@@ -1,0 +1,92 @@
+"""The tensors that a stack becomes in a kernel's layout, from headers alone."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+from transcode.errors import FormatError
+from transcode.header import TensorInfo
+from transcode.module import Module
+from transcode.output import ACTIVATION, Kind, Output
+from transcode.producer import Role
+from transcode.stacks import Options, Stack
+
+
+@dataclass(frozen=True)
+class _Tensor:
+    """A tensor of a stack: of each group, or (`each`) of each member of w13."""
+
+    leaf: str
+    dtype: str
+    shape: tuple[int, ...]
+    kind: Kind
+    each: bool = False
+
+
+def packed_outputs(stack: Stack, options: Options) -> Iterator[Output]:
+    """What a stack becomes: fused `<prefix>.w13_*`, or tensors of every member."""
+    modules = [module for group in stack.groups for module in group]
+    for module in modules:
+        if "bias" in module.leaves and module.leaf("bias").shape != module.shape[:1]:
+            raise FormatError(f"{module.leaf('bias')}: wanted [{module.shape[0]}]")
+    if stack.fused:
+        count, members = len(stack.groups), len(stack.groups[0])
+        halves = (members,) if stack.fused == "w13" else ()
+        for t in _tensors(stack, modules, sum(stack.padded.rows), options):
+            shape = (count, *(halves if t.each else ()), *t.shape)
+            yield Output(
+                f"{stack.prefix}.{stack.fused}_{t.leaf}", t.dtype, shape, t.kind, None, stack
+            )
+        return
+    for i, (module, n) in enumerate(zip(stack.groups[0], stack.padded.rows, strict=True)):
+        for t in _tensors(stack, [module], n, options):
+            yield Output(f"{module.name}.{t.leaf}", t.dtype, t.shape, t.kind, None, stack, i)
+
+
+def _tensors(
+    stack: Stack, modules: Sequence[Module], n: int, options: Options
+) -> Iterator[_Tensor]:
+    """The tensors of these modules, which have `n` padded rows in a group."""
+    layout, own = options.layout, ACTIVATION[options.dtype]
+    yield _Tensor("weight", "I32", layout.codes.shape(n, stack.padded.k), Kind.WEIGHT)
+    scales = layout.scales
+    yield _Tensor("weight_scale", scales.dtype or own, scales.shape(n, stack.scales), Kind.SCALE)
+    if layout.factor:
+        leaf = "weight_scale_2" if stack.fused else "weight_global_scale"
+        yield _Tensor(leaf, layout.factor.dtype or own, (), Kind.GLOBAL)
+        yield _Tensor("source_global_scale", "F32", (), Kind.SOURCE_GLOBAL, True)
+    if _all_or_none(modules, "bias"):
+        yield _Tensor("bias", own, (n,), Kind.BIAS)
+    if not scales.dtype:
+        dtype = _common(m.scales for m in modules)
+        yield _Tensor(
+            "source_weight_scale", dtype, modules[0].scales.shape, Kind.SOURCE_SCALE, True
+        )
+    if dtype := input_dtype(modules):
+        yield _Tensor("source_input_scale", dtype, (), Kind.SOURCE_INPUT, True)
+
+
+def _common(infos: Iterable[TensorInfo]) -> str:
+    """The tensors' dtype, F32 where they differ."""
+    dtypes = {info.dtype for info in infos}
+    return dtypes.pop() if len(dtypes) == 1 else "F32"
+
+
+def input_dtype(modules: Iterable[Module]) -> str:
+    """The dtype that the activations' scales are kept in; "" where the source gives none."""
+    infos = [m.parts[Role.INPUT] for m in modules if has_input_scale(m)]
+    return _common(infos) if infos else ""
+
+
+def has_input_scale(module: Module) -> bool:
+    """Whether the source gives the activations' scale."""
+    return Role.INPUT in module.parts
+
+
+def _all_or_none(modules: Sequence[Module], leaf: str) -> bool:
+    having = [m for m in modules if leaf in m.leaves]
+    if having and len(having) != len(modules):
+        without = next(m for m in modules if leaf not in m.leaves)
+        raise FormatError(f"{without.name} has no {leaf}, {having[0].name} has one")
+    return bool(having)

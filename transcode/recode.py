@@ -1,0 +1,204 @@
+"""Modules whose encoding changes, seen as if the source had them so.
+
+`recoded` gives modules whose parts are made when they are read (`TensorInfo.made`), so nothing
+after it knows that they were not stored: layouts pack them, forms write them. Headers alone say
+their names, dtypes and shapes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from transcode import change
+from transcode.catalog import producer
+from transcode.checkpoint import DTYPES, Reader
+from transcode.errors import FormatError
+from transcode.header import TensorInfo, bytes_of
+from transcode.module import Module
+from transcode.producer import E8M0, Role
+from transcode.quant import Encoding, QuantTensor
+from transcode.settled import require_over_zeros
+
+BLOCK = (128, 128)
+"""The tiles of FP8 that are written; K of a tile has to be whole."""
+
+FOUR = (Encoding.NVFP4, Encoding.MXFP4)
+"""What has two codes a byte."""
+
+EXACT = {
+    Encoding.MXFP4: (Encoding.FP8_BLOCK, Encoding.NVFP4, Encoding.MXFP8),
+    Encoding.NVFP4: (Encoding.MXFP4,),
+}
+"""What an encoding may become without loss, if its scales allow it."""
+
+LOSSY = {
+    Encoding.NVFP4: (Encoding.FP8_BLOCK, Encoding.FP8_CHANNEL),
+    Encoding.MXFP4: (Encoding.FP8_CHANNEL,),
+}
+"""What it may become by rounding every value."""
+
+
+@dataclass(frozen=True, eq=False)
+class Recoded:
+    """A module in another encoding. shared: all modules that have one global scale with it."""
+
+    module: Module
+    encoding: Encoding
+    shared: tuple[Module, ...]
+
+    def made(self, read: Reader) -> QuantTensor:
+        """The matrix in the new encoding; the last one is kept."""
+        key = "recoded"
+        kept = read.memo.get(key)
+        if kept is None or kept[0] is not self:
+            kept = self, self._make(source_of(self.module, read), read)
+            read.memo[key] = kept
+        found: QuantTensor = kept[1]
+        return found
+
+    def _make(self, source: QuantTensor, read: Reader) -> QuantTensor:
+        match source.encoding, self.encoding:
+            case Encoding.MXFP4, Encoding.MXFP8:
+                return change.mxfp4_to_mxfp8(source)
+            case Encoding.MXFP4, Encoding.NVFP4:
+                return change.mxfp4_to_nvfp4(source, self.largest(read))
+            case Encoding.MXFP4, Encoding.FP8_BLOCK:
+                return change.mxfp4_to_fp8(source, BLOCK)
+            case Encoding.NVFP4, Encoding.MXFP4:
+                return change.nvfp4_to_mxfp4(source)
+            case _, Encoding.FP8_BLOCK:
+                return change.to_fp8_tiles(source, BLOCK)
+        return change.to_fp8_rows(source)
+
+    def largest(self, read: Reader) -> int:
+        """The largest exponent of the modules that share a global scale, NaN over zeros apart."""
+        return max(change.top(e8m0(module, read)) for module in self.shared)
+
+    def surely_exact(self, read: Reader) -> bool:
+        """Whether the scales alone tell that every value stays."""
+        source, target = self.module.encoding, self.encoding
+        if (source, target) == (Encoding.MXFP4, Encoding.MXFP8):
+            return True
+        if source is not Encoding.MXFP4 or target not in EXACT[source]:
+            return False
+        scales = e8m0(self.module, read)
+        if target is Encoding.NVFP4:
+            return self.largest(read) - change.deep(scales) <= change.DEEP4
+        return change.top(scales) - change.deep(scales) <= change.DEEP8
+
+
+def source_of(module: Module, read: Reader) -> QuantTensor:
+    """A module as its source has it; NaN scales over zeros are 0."""
+    if module.encoding in (Encoding.MXFP4, Encoding.MXFP8):
+        scales = e8m0(module, read)
+    else:
+        scales = read.tensor(module.scales)
+        if (scales.float() < 0).any():
+            raise FormatError(f"{module.scales.name} has negative scales")
+    factor = None
+    if Role.GLOBAL in module.parts:
+        factor = module.written.factor(read.tensor(module.global_scale).reshape(()))
+    codes = read.tensor(module.codes)
+    return QuantTensor(module.encoding, codes, scales, factor, module.block)
+
+
+def e8m0(module: Module, read: Reader) -> Tensor:
+    """A module's E8M0 scales, uint8; 0 for NaN over zeros, FormatError for any other NaN."""
+    stored = read.tensor(module.scales).view(torch.uint8)
+    nan = stored == 0xFF
+    if nan.any():
+        require_over_zeros(module, nan, read)
+        stored = torch.where(nan, 0, stored)
+    return stored
+
+
+@dataclass(frozen=True)
+class Part:
+    """One tensor of a recoded module, in place of stored bytes."""
+
+    recoded: Recoded
+    role: Role
+    dtype: torch.dtype
+
+    def make(self, read: Reader) -> Tensor:
+        """The tensor in its logical shape."""
+        made = self.recoded.made(read)
+        if self.role is Role.CODES:
+            return made.codes
+        if self.role is Role.GLOBAL:
+            assert made.global_scale is not None
+            return made.global_scale
+        return _as(made.scales, self.dtype)
+
+
+def _as(scales: Tensor, dtype: torch.dtype) -> Tensor:
+    """Scales in the dtype that is stored: bytes as they are, powers of two as E8M0."""
+    if scales.dtype == dtype or scales.element_size() == dtype.itemsize == 1:
+        return scales.view(dtype)
+    if dtype.itemsize == 1:
+        return (torch.frexp(scales)[1] + 126).to(torch.uint8).view(dtype)
+    return scales.to(dtype)
+
+
+@dataclass(frozen=True)
+class Constant:
+    """A scalar that is made up."""
+
+    value: float
+
+    def make(self, read: Reader) -> Tensor:
+        """`[]` float32."""
+        return torch.tensor(self.value)
+
+
+def virtual(recoded: Recoded, scales_dtype: str, input_scale: float | None) -> Module:
+    """A module whose parts are made when they are read.
+
+    scales_dtype: of FP8 tiles' scales.  input_scale: made up where the encoding has one.
+    """
+    module, encoding = recoded.module, recoded.encoding
+    n, k = module.shape
+    form = producer("canonical").format(encoding)
+    assert form is not None
+    codes = ("U8", (n, k // 2)) if encoding in FOUR else ("F8_E4M3", (n, k))
+    kinds: dict[Role, tuple[str, tuple[int, ...]]] = {Role.CODES: codes}
+    match encoding:
+        case Encoding.NVFP4:
+            kinds[Role.SCALES] = "F8_E4M3", (n, k // 16)
+            kinds[Role.GLOBAL] = "F32", ()
+        case Encoding.MXFP4 | Encoding.MXFP8:
+            kinds[Role.SCALES] = "U8", (n, k // 32)
+        case Encoding.FP8_BLOCK:
+            kinds[Role.SCALES] = scales_dtype, (-(-n // BLOCK[0]), -(-k // BLOCK[1]))
+        case _:
+            kinds[Role.SCALES] = "F32", (n,)
+    parts = {role: _part(recoded, role, *kind) for role, kind in kinds.items()}
+    if input_scale is not None and Role.INPUT in form.leaves:
+        parts[Role.INPUT] = replace(
+            parts[Role.CODES], name=f"{module.name}.input_scale", dtype="F32", shape=(), nbytes=4,
+            made=Constant(input_scale),
+        )  # fmt: skip
+    if "bias" in module.leaves:
+        parts[Role.BIAS] = module.leaf("bias")
+    leaves = {form.leaf(role) or "bias": part for role, part in parts.items()}
+    block = BLOCK if encoding is Encoding.FP8_BLOCK else None
+    return Module(module.name, encoding, module.shape, leaves, form, parts, block, module)
+
+
+def _part(recoded: Recoded, role: Role, dtype: str, shape: tuple[int, ...]) -> TensorInfo:
+    codes = recoded.module.codes
+    return replace(
+        codes, name=f"{recoded.module.name}.{role}", dtype=dtype, shape=shape,
+        nbytes=bytes_of(dtype, shape), part_of=codes.stored_name, cut=None,
+        made=Part(recoded, role, DTYPES[dtype]),
+    )  # fmt: skip
+
+
+def stored_dtype(modules: Mapping[str, Module]) -> str:
+    """The dtype of FP8 tiles' scales: E8M0 where the checkpoint's own are, else F32."""
+    own = {m.scales.dtype for m in modules.values() if m.encoding is Encoding.FP8_BLOCK}
+    return "F8_E8M0" if own and own <= set(E8M0) else "F32"
