@@ -127,6 +127,13 @@ PRODUCERS = (
                 loads_in=READ,
             ),
             Target(
+                "deepseek-v4-fp8",
+                "FP8 blocks, experts too",
+                (Encoding.FP8_BLOCK,),
+                whole=True,
+                loads_in=READ,
+            ),
+            Target(
                 "deepseek-v4-nvfp4",
                 "NVIDIA's repack: NVFP4 experts",
                 (Encoding.NVFP4,),

@@ -61,6 +61,13 @@ CASES: list[tuple[str, str, list[tuple[str, str]], tuple[str, ...]]] = [
     ("ct_mxfp4_qwen3moe", "quark-mxfp4", QUARK, ()),
     ("modelopt_fp8_llama", "quark-fp8", QUARK, ()),
     ("ct_fp8dynamic_qwen3moe", "quark-fp8", QUARK, ()),
+    ("ct_mxfp4_qwen3moe", "compressed-tensors-mxfp8", CT, ()),
+    ("ct_mxfp4_qwen3moe", "compressed-tensors-nvfp4a16", CT, ()),
+    ("ct_mxfp4_qwen3moe", "compressed-tensors-fp8-block", [("ct20", "ct")], ()),
+    ("ct_mxfp4_qwen3moe", "deepseek-fp8", HF, LOGITS),
+    ("quark_mxfp4_llama", "modelopt-nvfp4", MO, ()),
+    ("pair_cast_mxfp4_to_nvfp4_gptoss", "compressed-tensors-mxfp4", CT, ()),
+    ("deepgemm_fp4fp8_dsv4", "deepseek-v4-fp8", HF, LOGITS),
 ]
 """Source, target, who judges, and whether the logits are compared with the oracle's too."""
 

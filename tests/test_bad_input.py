@@ -389,8 +389,8 @@ METHODS = {
     "torchao": "the unquantised checkpoint", "aqlm": "the unquantised checkpoint",
     "exl3": "ExLlama", "intel/auto-round": "or GPTQ",
     "bitnet": "the unquantised checkpoint", "eetq": "the unquantised checkpoint",
-    "brand-new": "no nvfp4 module", "fp8": "no nvfp4 module", "quark": "no nvfp4 module",
-    "mxfp4": "no nvfp4 module",
+    "brand-new": "does not become nvfp4", "fp8": "does not become nvfp4",
+    "quark": "does not become nvfp4", "mxfp4": "does not become nvfp4",
 }  # fmt: skip
 
 
@@ -399,7 +399,7 @@ def test_a_method_that_is_not_read_is_named_with_what_to_use(tmp_path: Path, met
     build(tmp_path / "src", replace(SPEC, attention="fp8", gate_up="bf16", down="bf16"))
     edit_config(tmp_path / "src", lambda c: c | {"quantization_config": {"quant_method": method}})
     refused(tmp_path / "src", repr(method), METHODS[method])
-    if METHODS[method] != "no nvfp4 module":
+    if METHODS[method] != "does not become nvfp4":
         ran = run("convert", "--to", "canonical", tmp_path / "src", tmp_path / "dst")
         one_line(ran, repr(method), METHODS[method])
 
@@ -710,7 +710,7 @@ def test_blocks_of_32_alone_are_not_nvfp4(tmp_path: Path) -> None:
         return {n: x[:, ::2] if n.endswith("weight_scale") else x for n, x in t.items()}
 
     edit(tmp_path / "src", halve)
-    refused(tmp_path / "src", "no nvfp4 module", "9 nvfp4-32")
+    refused(tmp_path / "src", "is nvfp4-32", "does not become nvfp4")
 
 
 @pytest.mark.parametrize("dialect", ["modelopt", "compressed-tensors"])

@@ -12,6 +12,7 @@ import transcode.formats
 import transcode.kernels
 from transcode.errors import LayoutError
 from transcode.producer import Producer, Target
+from transcode.quant import Encoding
 from transcode.spec import Layout
 
 
@@ -58,6 +59,13 @@ def layout(name: str, runtime: str | None = None, activations: str | None = None
     asked = " with ".join(filter(None, (f"for {runtime}" * bool(runtime), activations)))
     there = " and ".join(f"for {one.runtime} with {one.activations}" for one in layouts()[name])
     raise LayoutError(f"{name} {asked}: there is no such variant, only {there} activations")
+
+
+def layouts_for(encodings: Iterable[Encoding]) -> str:
+    """The layouts that take any of these encodings, as the end of a sentence."""
+    there = set(encodings)
+    fitting = [name for name, (first, *_) in layouts().items() if there & set(first.encodings)]
+    return f"; layouts for it: {', '.join(fitting)}" if fitting else ""
 
 
 def variant(name: str, word: object) -> Layout:

@@ -48,7 +48,7 @@ def mxfp4_to_nvfp4(source: QuantTensor, largest: int) -> QuantTensor:
     largest: the largest exponent of all matrices that share the global scale. Exact for blocks at
     most 17 below it. Others get a scale by their largest value, not below 2^-9, and are rounded.
     """
-    factor = torch.tensor(2.0 ** (largest - 8), dtype=torch.float64).float()
+    factor = nvfp4_factor(largest)
     exponent = source.scales.view(torch.uint8).int() - 127 - (largest - 8)
     inside = (exponent >= -9) & (exponent <= 8)
     scales = torch.pow(2.0, exponent.clamp(-9, 8).float())
@@ -63,6 +63,11 @@ def mxfp4_to_nvfp4(source: QuantTensor, largest: int) -> QuantTensor:
         codes = torch.where(kept, codes, again)
     twice = e4m3(scales).view(torch.uint8).repeat_interleave(2, -1).view(torch.float8_e4m3fn)
     return QuantTensor(Encoding.NVFP4, codes, twice, factor)
+
+
+def nvfp4_factor(largest: int) -> Tensor:
+    """`2^(largest - 8)`, `[]` float32."""
+    return torch.tensor(2.0 ** (largest - 8), dtype=torch.float64).float()
 
 
 def nvfp4_to_mxfp4(source: QuantTensor) -> QuantTensor:

@@ -42,6 +42,26 @@ class Size(click.ParamType[int]):
         return size
 
 
+class Scale(click.ParamType[float | str]):
+    """A positive number, or `none`."""
+
+    name = "number|none"
+
+    def convert(
+        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
+    ) -> float | str:
+        """Parse it; a usage error if it is neither."""
+        if value == "none":
+            return "none"
+        try:
+            number = float(value)
+        except ValueError:
+            number = 0.0
+        if not 0 < number < float("inf"):
+            self.fail(f"{value!r} is neither a positive number nor none", param, ctx)
+        return number
+
+
 @contextmanager
 def reporting(as_json: bool, interrupted: str = "interrupted") -> Iterator[None]:
     """Turn every error that is a user's into one line and an exit code."""
@@ -113,6 +133,14 @@ def main() -> None:
     "none, which keeps them, for a form]",
 )
 @click.option("--exact", is_flag=True, help="Refuse (exit 4) to round or flush any scale.")
+@click.option("--lossy", is_flag=True, help="Allow a change of encoding to change values.")
+@click.option(
+    "--input-scale",
+    type=Scale(),
+    default="1.0",
+    show_default=True,
+    help="Form: the activations' scale of what becomes NVFP4; `none` for 16-bit activations.",
+)
 @click.option(
     "--tp",
     type=click.IntRange(1, 64),
@@ -152,6 +180,8 @@ def convert(
     device: str,
     unify: str | None,
     exact: bool,
+    lossy: bool,
+    input_scale: float | str,
     tp: int,
     fused: bool,
     drop_kv_scales: bool,
@@ -188,7 +218,8 @@ def convert(
         elif fused or drop_kv_scales or fill_input_scale:
             raise click.UsageError("--fused, --drop-kv-scales and --fill-input-scale are for forms")
         layout = None if form else catalog.layout(target, runtime, activations)
-        ask = line.Ask(layout, dtype, unify or "", exact, tp, shard_size, form)
+        given = None if isinstance(input_scale, str) else input_scale
+        ask = line.Ask(layout, dtype, unify or "", exact, tp, shard_size, form, lossy, given)
         guard(src, dst, overwrite=overwrite)
         checkpoint, plan = line.prepare(src, ask)
         if form:

@@ -40,6 +40,7 @@ from transcode.packed_stack import Unpack
 from transcode.plan import Plan, make
 from transcode.producer import Form, Role
 from transcode.readback import read_back
+from transcode.recoding import judge, recoded
 from transcode.recognise import recognise, require_any, require_known
 from transcode.report import report
 from transcode.rewrite_report import rewrite_report
@@ -56,6 +57,8 @@ from transcode.unpacked import opened
 class Ask:
     """What the user asked for: a layout or a form; a dtype of None is the config's own.
 
+    lossy, input_scale: see Options.
+
     unify: "" is `fold` for a layout, `keep` for a form, which has room for all scalars.
     """
 
@@ -66,6 +69,8 @@ class Ask:
     tp: int = 1
     shard_size: int = 5_000_000_000
     form: Form | None = None
+    lossy: bool = False
+    input_scale: float | None = 1.0
 
     def options(self, checkpoint: Checkpoint) -> Options:
         """The options for this checkpoint."""
@@ -77,7 +82,10 @@ class Ask:
             dtype = self.layout.dtypes[0]
         kept = self.form and self.unify in ("", "none")
         unify = "keep" if kept else self.unify or "fold"
-        return Options(self.layout, dtype, unify, self.exact, self.tp, self.shard_size, self.form)
+        return Options(
+            self.layout, dtype, unify, self.exact, self.tp, self.shard_size, self.form,
+            self.lossy, self.input_scale,
+        )  # fmt: skip
 
 
 def prepare(source: Path, ask: Ask) -> tuple[Checkpoint, Plan]:
@@ -94,11 +102,12 @@ def plan_for(checkpoint: Checkpoint, options: Options) -> Plan:
 def plan_of(checkpoint: Checkpoint, recognised: Recognised, options: Options) -> Plan:
     """From a checkpoint's modules to the plan."""
     checkpoint.require_sound()
+    require_known(checkpoint, recognised)
+    modules = recoded(checkpoint, recognised.modules, options)
     if options.form:
-        require_known(checkpoint, recognised)
-        return rewrite.make(checkpoint, recognised.modules, options)
-    require_any(checkpoint, recognised, options.layout)
-    plan = make(checkpoint, recognised.modules, options)
+        return rewrite.make(checkpoint, modules, options)
+    require_any(checkpoint, modules, options.layout)
+    plan = make(checkpoint, modules, options)
     _require_no_words_left(plan)
     return plan
 
@@ -119,6 +128,7 @@ def decide(checkpoint: Checkpoint, plan: Plan, read: Reader, device: torch.devic
     """The first pass: all scalars, then all block scales; every refusal comes before any output."""
     if plan.options.form:
         return decide_form(checkpoint, plan, read, device)
+    losses = judge(plan.modules, plan.options, read)
     unified = unify(checkpoint, plan, read)
     settled = dict[str, Settled]()
     for stack in tqdm(plan.stacks, desc="scales", unit="stack", disable=None, leave=False):
@@ -126,7 +136,7 @@ def decide(checkpoint: Checkpoint, plan: Plan, read: Reader, device: torch.devic
     rounded = [*inexact_biases(plan, unified, read)]
     if plan.options.exact and rounded:
         raise LossError(f"{rounded[0]}.bias is not exact in {plan.options.dtype}")
-    return Job(plan, unified, settled, read, device, tuple(rounded))
+    return Job(plan, unified, settled, read, device, tuple(rounded), recoded=losses)
 
 
 def inexact_biases(plan: Plan, unified: Unified, read: Reader) -> Iterator[str]:

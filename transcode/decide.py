@@ -20,6 +20,7 @@ from transcode.outputs import KEPT
 from transcode.plan import Plan
 from transcode.producer import E8M0, Form, Role
 from transcode.quant import Encoding
+from transcode.recoding import judge
 from transcode.rewritten import input_factor, loss, made, turns, value
 from transcode.sayable import layers_of, missing
 from transcode.settle_e4m3 import NAN, prepare
@@ -32,13 +33,16 @@ def decide(checkpoint: Checkpoint, plan: Plan, read: Reader, device: torch.devic
     """Read scalars, NVFP4's block scales and all that is cast; every refusal comes from here."""
     form = plan.options.form
     assert form is not None
+    losses = judge(plan.modules, plan.options, read)
     unified = unify(checkpoint, plan, read)
     quantised = {n: m for n, m in plan.modules.items() if m.format is not None}
     if not form.producer.verbatim:
         _sound(quantised, read)
     cleaned = frozenset(_cleaned(quantised, unified, form, read))
     filled = dict(_filled(quantised, form, read))
-    job = Job(plan, unified, {}, read, device, (), origins(checkpoint), cleaned, filled)
+    job = Job(
+        plan, unified, {}, read, device, (), origins(checkpoint), cleaned, filled, recoded=losses
+    )
     for output in plan.outputs():
         recipe = output.recipe
         if recipe and recipe.leaf and recipe.role in KEPT and not form.producer.verbatim:

@@ -82,6 +82,8 @@ def identity(checkpoint: Checkpoint, plan: Plan, version: str) -> dict[str, Any]
         "exact": options.exact,
         "tp": options.tp,
         "shard_size": options.shard_size,
+        "lossy": options.lossy,
+        "input_scale": options.input_scale,
         "source": checkpoint.fingerprint(),
         "origin": asdict(origins(checkpoint)) if options.form else None,
         "last change of each shard": [shard.header.changed for shard in checkpoint.shards],

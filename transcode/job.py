@@ -11,6 +11,7 @@ from torch import Tensor
 from transcode.checkpoint import Reader
 from transcode.origins import NOTHING, Origins
 from transcode.plan import Plan
+from transcode.recoding import Loss
 from transcode.settled import Settled
 from transcode.unify import Unified
 
@@ -23,6 +24,7 @@ class Job:
     cleaned: rewritten modules whose block scales are NaN over zeros, or -0.
     filled: input scales, as factors, of modules that had none that is valid.
     losses: of decoded outputs, a memo of `rewritten.loss`.
+    recoded: what changes of encoding cost, by module.
     """
 
     plan: Plan
@@ -35,3 +37,4 @@ class Job:
     cleaned: frozenset[str] = frozenset()
     filled: Mapping[str, Tensor] = field(default_factory=dict)
     losses: dict[str, float] = field(default_factory=dict)
+    recoded: Mapping[str, Loss] = field(default_factory=dict)

@@ -16,7 +16,7 @@ from torch import Tensor
 from transcode import change
 from transcode.catalog import producer
 from transcode.checkpoint import DTYPES, Reader
-from transcode.errors import FormatError
+from transcode.errors import FormatError, Mismatch
 from transcode.header import TensorInfo, bytes_of
 from transcode.module import Module
 from transcode.producer import E8M0, Role
@@ -52,11 +52,13 @@ class Recoded:
 
     def made(self, read: Reader) -> QuantTensor:
         """The matrix in the new encoding; the last one is kept."""
-        key = "recoded"
-        kept = read.memo.get(key)
+        kept = read.memo.get("recoded")
         if kept is None or kept[0] is not self:
-            kept = self, self._make(source_of(self.module, read), read)
-            read.memo[key] = kept
+            source = source_of(self.module, read)
+            made = self._make(source, read)
+            if self.surely_exact(read) and not torch.equal(made.dequantize(), source.dequantize()):
+                raise Mismatch(f"{self.module.name}: values change, though its scales allow all")
+            read.memo["recoded"] = kept = self, made
         found: QuantTensor = kept[1]
         return found
 
@@ -76,7 +78,12 @@ class Recoded:
 
     def largest(self, read: Reader) -> int:
         """The largest exponent of the modules that share a global scale, NaN over zeros apart."""
-        return max(change.top(e8m0(module, read)) for module in self.shared)
+        kept = read.memo.get("largest")
+        if kept is None or kept[0] is not self.shared:
+            kept = self.shared, max(change.top(e8m0(module, read)) for module in self.shared)
+            read.memo["largest"] = kept
+        found: int = kept[1]
+        return found
 
     def surely_exact(self, read: Reader) -> bool:
         """Whether the scales alone tell that every value stays."""
@@ -126,12 +133,11 @@ class Part:
 
     def make(self, read: Reader) -> Tensor:
         """The tensor in its logical shape."""
+        if self.role is Role.GLOBAL:
+            return change.nvfp4_factor(self.recoded.largest(read))
         made = self.recoded.made(read)
         if self.role is Role.CODES:
             return made.codes
-        if self.role is Role.GLOBAL:
-            assert made.global_scale is not None
-            return made.global_scale
         return _as(made.scales, self.dtype)
 
 
@@ -158,7 +164,7 @@ class Constant:
 def virtual(recoded: Recoded, scales_dtype: str, input_scale: float | None) -> Module:
     """A module whose parts are made when they are read.
 
-    scales_dtype: of FP8 tiles' scales.  input_scale: made up where the encoding has one.
+    scales_dtype: of FP8 tiles' scales.  input_scale: made up for NVFP4's activations.
     """
     module, encoding = recoded.module, recoded.encoding
     n, k = module.shape
@@ -177,7 +183,7 @@ def virtual(recoded: Recoded, scales_dtype: str, input_scale: float | None) -> M
         case _:
             kinds[Role.SCALES] = "F32", (n,)
     parts = {role: _part(recoded, role, *kind) for role, kind in kinds.items()}
-    if input_scale is not None and Role.INPUT in form.leaves:
+    if input_scale is not None and encoding is Encoding.NVFP4:
         parts[Role.INPUT] = replace(
             parts[Role.CODES], name=f"{module.name}.input_scale", dtype="F32", shape=(), nbytes=4,
             made=Constant(input_scale),

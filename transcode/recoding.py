@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from typing import Any
 
 from tqdm import tqdm
 
+from transcode.catalog import layouts_for
 from transcode.checkpoint import Checkpoint, Reader
-from transcode.errors import FormatError, LossError, Mismatch
+from transcode.errors import FormatError, LossError
 from transcode.module import Module
 from transcode.quant import Encoding
 from transcode.recode import EXACT, LOSSY, Part, Recoded, source_of, stored_dtype, virtual
+from transcode.recognise import quantization
+from transcode.sayable import adapted
 from transcode.stacking import fusion_of
 from transcode.stacks import GROUPS, Options, experts_of, siblings
 
@@ -38,11 +42,12 @@ def recoded(
     wanted = form.target.encodings if form else kernel.encodings if kernel else ()
     whole = form is not None and form.target.whole
     quantised = {n: m for n, m in modules.items() if m.encoding is not Encoding.UNQUANTISED}
-    there = any(m.encoding in wanted for m in quantised.values())
-    if not wanted or not quantised or (there and not whole):
+    said = {n: (adapted(m, form) if form else m).encoding in wanted for n, m in quantised.items()}
+    if not wanted or not quantised or (any(said.values()) and not whole):
         return dict(modules)
-    name = form.target.name if form else options.layout.name
-    turned = {n: _target(m, wanted, name) for n, m in quantised.items() if m.encoding not in wanted}
+    turned = {
+        n: _target(m, wanted, checkpoint, options) for n, m in quantised.items() if not said[n]
+    }
     together = _together(checkpoint, {n: quantised[n] for n in turned}, options)
     scales = stored_dtype(modules)
     static = form is not None and form.quantises_inputs(Encoding.NVFP4)
@@ -53,15 +58,20 @@ def recoded(
     return found
 
 
-def _target(module: Module, wanted: tuple[Encoding, ...], name: str) -> Encoding:
+def _target(
+    module: Module, wanted: tuple[Encoding, ...], checkpoint: Checkpoint, options: Options
+) -> Encoding:
     """The encoding of those wanted that a module may become, an exact one if there is any."""
     for table in (EXACT, LOSSY):
         for encoding in wanted:
             if encoding in table.get(module.encoding, ()):
                 return encoding
+    name = options.form.target.name if options.form else options.layout.name
+    method = quantization(checkpoint)[0].get("quant_method")
+    said = f" (quant_method {method!r})" if method else ""
     raise FormatError(
-        f"{module.name} is {module.encoding}, which does not become "
-        f"{' or '.join(wanted)} here; {name} has no other word for it"
+        f"{module.name} is {module.encoding}{said}, which does not become {' or '.join(wanted)} "
+        f"here, as {name} has it{layouts_for([module.encoding])}"
     )
 
 
@@ -114,6 +124,41 @@ def judge(modules: Mapping[str, Module], options: Options, read: Reader) -> dict
     return found
 
 
+def summary(losses: Mapping[str, Loss], modules: Mapping[str, Module]) -> list[dict[str, Any]]:
+    """For a Report: each change of encoding with its counts, and the modules that it changed."""
+    found: dict[tuple[str, str], dict[str, Loss]] = {}
+    for name, loss in losses.items():
+        was = modules[name].was
+        assert was is not None
+        found.setdefault((str(was.encoding), str(modules[name].encoding)), {})[name] = loss
+    return [
+        {
+            "from": source,
+            "to": target,
+            "modules": len(some),
+            "blocks": sum(loss.blocks for loss in some.values()),
+            "changed": sum(loss.changed for loss in some.values()),
+            "error_at_most": max(loss.error for loss in some.values()),
+            "changed_modules": {n: asdict(loss) for n, loss in some.items() if loss.changed},
+        }
+        for (source, target), some in found.items()
+    ]
+
+
+def told(losses: Mapping[str, Loss], modules: Mapping[str, Module]) -> Iterator[str]:
+    """The same as notes."""
+    for entry in summary(losses, modules):
+        what = f"{entry['modules']} matrices: {entry['from']} became {entry['to']}"
+        if not entry["changed"]:
+            yield f"{what}, every value the same"
+        else:
+            yield (
+                f"{what}, {entry['changed']} of {entry['blocks']} blocks changed, by "
+                f"{entry['error_at_most']:.2%} of a matrix's norm at most (an error of weights, "
+                "which says little of accuracy)"
+            )
+
+
 def _lossless(encoding: Encoding) -> str:
     """The way without loss, as the end of a sentence."""
     exact = ", ".join(EXACT.get(encoding, ()))
@@ -128,9 +173,3 @@ def measured(one: Recoded, read: Reader) -> Loss:
     changed = (source != made).reshape(source.shape[0], -1, columns).any(-1)
     error, norm = float((source - made).double().norm()), float(source.double().norm())
     return Loss(int(changed.sum()), changed.numel(), error / norm if norm else 0.0)
-
-
-def prove(name: str, loss: Loss, one: Recoded, read: Reader) -> None:
-    """Raise Mismatch if a module that was judged by its scales alone has changed after all."""
-    if not loss.changed and measured(one, read).changed:
-        raise Mismatch(f"{name}: values change in {one.encoding}, though its scales allow it")

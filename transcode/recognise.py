@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
-from transcode.catalog import layouts, producer, producers
+from transcode.catalog import layouts_for, producer, producers
 from transcode.checkpoint import Checkpoint
 from transcode.errors import FormatError
 from transcode.fused import expand
@@ -241,24 +241,17 @@ def require_known(checkpoint: Checkpoint, recognised: Recognised) -> None:
     recognised.require_sound()
 
 
-def require_any(checkpoint: Checkpoint, recognised: Recognised, layout: Layout) -> None:
+def require_any(checkpoint: Checkpoint, modules: Mapping[str, Module], layout: Layout) -> None:
     """Raise FormatError, naming the method and what was found, unless something can be packed."""
-    require_known(checkpoint, recognised)
-    found = Counter(m.encoding for m in recognised.modules.values())
+    found = Counter(m.encoding for m in modules.values())
     if any(found[encoding] for encoding in layout.encodings):
         return
     method = str(quantization(checkpoint)[0].get("quant_method") or "").lower()
     kinds = ", ".join(f"{count} {encoding}" for encoding, count in sorted(found.items()))
     said = f" (quant_method {method!r})" if method else ""
-    fitting = [
-        name
-        for name, (first, *_) in layouts().items()
-        if any(found[encoding] for encoding in first.encodings)
-    ]
-    others = f"; layouts for it: {', '.join(fitting)}" if fitting else ""
     raise FormatError(
         f"no {' or '.join(layout.encodings)} module in the checkpoint{said}; "
-        f"found {kinds or 'no weights'}{others}"
+        f"found {kinds or 'no weights'}{layouts_for(found)}"
     )
 
 

@@ -23,6 +23,7 @@ from transcode.job import Job
 from transcode.names import address
 from transcode.packed_outputs import has_input_scale
 from transcode.producer import Role
+from transcode.recoding import summary, told
 from transcode.recognise import disagreements
 from transcode.settled import Settled, norm_share
 from transcode.stacks import Stack
@@ -54,6 +55,7 @@ def report(
         "tp": quantization["tp"],
         "source": checkpoint.fingerprint(),
         "stacks": [_stack(stack, job, decisions.get(stack.name, [])) for stack in plan.stacks],
+        "recoded": summary(job.recoded, plan.modules),
         "scaled": {n: f for n, f in job.unified.scaled.items() if n in checkpoint.tensors},
         "rounded_biases": list(job.rounded_biases),
         "carried": {
@@ -85,6 +87,7 @@ def notes(checkpoint: Checkpoint, job: Job, served: Sequence[int]) -> Iterator[s
     yield from checkpoint.notes
     yield from disagreements(checkpoint, job.plan.modules)
     yield from job.unified.warnings
+    yield from told(job.recoded, job.plan.modules)
     if any(d.how == "fold" for d in job.unified.decisions):
         yield (
             "folded: the function is preserved, the matrices up and down are not; "

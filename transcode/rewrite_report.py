@@ -22,6 +22,7 @@ from transcode.origins import hexed, key
 from transcode.output import Output
 from transcode.outputs import KEPT
 from transcode.producer import Loads, Role
+from transcode.recoding import summary, told
 from transcode.recognise import disagreements
 from transcode.report import COMPLETE
 from transcode.rewritten import loss, turns, value
@@ -50,6 +51,8 @@ def rewrite_report(checkpoint: Checkpoint, job: Job, companions: Sequence[str]) 
         "options": {
             "unify": plan.options.unify,
             "exact": plan.options.exact,
+            "lossy": plan.options.lossy,
+            "input_scale": plan.options.input_scale,
             **form.asked(),
             "shard_size": plan.options.shard_size,
         },
@@ -57,6 +60,7 @@ def rewrite_report(checkpoint: Checkpoint, job: Job, companions: Sequence[str]) 
         "loads_in": [asdict(loads) for loads in loads_in],
         "modules": dict(Counter(str(m.encoding) for m in plan.modules.values())),
         "proved": _proved(job),
+        "recoded": summary(job.recoded, plan.modules),
         "unified": [asdict(d) for d in unified.decisions],
         "scaled": dict(unified.scaled),
         "rescaled": rescaled,
@@ -99,7 +103,8 @@ def _proved(job: Job) -> dict[str, str]:
         return {"weights": f"decoded in float32, {how}"}
     rounded = " but for those rounded again" * bool(job.unified.multiplier)
     cleaned = " but for those that stand over zeros" * bool(job.cleaned)
-    return {"codes": "bit-equal", "scales": f"value-equal{rounded}{cleaned}"}
+    encoded = " to those of the new encoding" * bool(job.recoded)
+    return {"codes": f"bit-equal{encoded}", "scales": f"value-equal{encoded}{rounded}{cleaned}"}
 
 
 def _reciprocals(outputs: Sequence[Output], job: Job) -> tuple[dict[str, str], int]:
@@ -141,6 +146,7 @@ def _before(checkpoint: Checkpoint, job: Job, loads_in: Sequence[Loads]) -> Iter
     yield from checkpoint.notes
     yield from disagreements(checkpoint, job.plan.modules)
     yield from job.plan.notes
+    yield from told(job.recoded, job.plan.modules)
     form = job.plan.options.form
     if form and not loads_in:
         yield f"no runtime that was read loads this from {form.target.name} (docs/formats.md)"

@@ -74,6 +74,7 @@ def options_of(target: Path, written: Any) -> Options:
             )
         options = written["options"]
         unify, exact, tp = options["unify"], options["exact"], options["tp"]
+        lossy = bool(options["lossy"])
         dtype = written["activation_dtype"]
     except (KeyError, TypeError) as error:
         raise FormatError(f"{target}: its config is not this program's: {error!r}") from None
@@ -81,7 +82,7 @@ def options_of(target: Path, written: Any) -> Options:
         raise FormatError(f"{target}: activation_dtype {dtype!r}, unify {unify!r}: unknown options")
     if type(tp) is not int or not 1 <= tp <= HIGHEST or type(exact) is not bool:
         raise FormatError(f"{target}: tp {tp!r}, exact {exact!r}: unknown options")
-    return Options(made, dtype, unify, exact, tp)
+    return Options(made, dtype, unify, exact, tp, lossy=lossy)
 
 
 def form_options(checkpoint: Checkpoint, target: Path) -> Options:
@@ -91,12 +92,16 @@ def form_options(checkpoint: Checkpoint, target: Path) -> Options:
     name = done.get("format")
     if name not in targets() or not isinstance(told, dict):
         raise FormatError(f"{target}: no {REPORT} of a conversion: not written by transcode")
-    keys = ("fused", "drop_kv_scales", "fill_input_scale", "exact")
+    keys = ("fused", "drop_kv_scales", "fill_input_scale", "exact", "lossy")
     if any(type(told.get(key)) is not bool for key in keys) or told.get("unify") not in UNIFY:
         raise FormatError(f"{target}: {REPORT}: unknown options")
-    fused, drop_kv, fill_input, exact = (bool(told[key]) for key in keys)
+    given = told.get("input_scale")
+    if given is not None and type(given) is not float:
+        raise FormatError(f"{target}: {REPORT}: input_scale {given!r}")
+    fused, drop_kv, fill_input, exact, lossy = (bool(told[key]) for key in keys)
     form = Form(*targets()[name], fused, drop_kv, fill_input)
-    return Options(None, activation_dtype(checkpoint), told["unify"], exact, form=form)
+    dtype = activation_dtype(checkpoint)
+    return Options(None, dtype, told["unify"], exact, form=form, lossy=lossy, input_scale=given)
 
 
 def _headers(root: Path, plan: Plan, found: dict[str, TensorInfo]) -> Iterator[str]:
@@ -219,7 +224,7 @@ def _report(
         yield f"{REPORT}: does not say {COMPLETE!r}"
     wanted = report(checkpoint, job, quantization, [])
     proved = ("layout", "activation_dtype", "tp", "source", "stacks", "scaled", "rounded_biases")
-    for key in (*proved, "carried", "notes"):
+    for key in (*proved, "recoded", "carried", "notes"):
         yield from _entries(REPORT, {key: done.get(key)}, {key: wanted[key]})
 
 
