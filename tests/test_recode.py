@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +16,7 @@ from torch import Tensor
 from tests.build import edit
 from tests.convert import run
 from tests.packed import tensors
+from tests.rewriting import kind  # noqa: F401 (a fixture)
 from transcode import change
 from transcode.checkpoint import Reader, reader
 from transcode.encode import e2m1
@@ -114,7 +117,7 @@ def test_a_change_that_costs_needs_lossy_and_is_counted(tmp_path: Path, to: str)
 def test_what_nothing_becomes_is_said_in_one_line(tmp_path: Path) -> None:
     ran = run("convert", "--to", "modelopt-mxfp8", DATA / NV, tmp_path / "dst")
     assert ran.code == 1
-    assert "is nvfp4, which does not become mxfp8 here" in ran.err
+    assert "is nvfp4 (quant_method 'modelopt'), which does not become mxfp8 here" in ran.err
 
 
 def test_an_input_scale_is_made_up_or_left_out(tmp_path: Path) -> None:
@@ -210,3 +213,32 @@ def _virtual(folder: Path) -> Module:
     _, found = opened(folder)
     module = next(m for m in found.modules.values() if m.encoding is Encoding.MXFP4)
     return virtual(Recoded(module, Encoding.MXFP8, (module,)), "F32", None)
+
+
+def test_tiles_whose_scales_are_powers_of_two_mean_what_is_stored(
+    kind: Callable[[str], tuple[Path, Any]],  # noqa: F811
+    tmp_path: Path,
+) -> None:
+    source = kind("v4-nvfp4")[0]
+    done = convert(source, tmp_path / "dst", "deepseek-v4-fp8", "--lossy")
+    before, after = values(source), values(tmp_path / "dst")
+    errors = {n: float((after[n] - w).norm() / w.norm()) for n, w in before.items() if w.any()}
+    assert max(errors.values()) <= 2**-4  # of each value that is normal in E4M3
+    worst = max(entry["error_at_most"] for entry in done["recoded"])
+    assert max(errors.values()) == pytest.approx(worst, rel=1e-3)
+
+
+@pytest.mark.parametrize("wrong", [float("nan"), float("inf"), -1.0])
+def test_a_global_scale_that_is_no_number_is_refused(tmp_path: Path, wrong: float) -> None:
+    shutil.copytree(DATA / NV, tmp_path / "src")
+    name = "model.layers.0.mlp.experts.0.up_proj.weight_scale_2"
+    edit(tmp_path / "src", lambda t: t | ({name: torch.tensor(wrong)} if name in t else {}))
+    ran = run("convert", "--to", "deepseek-fp8", "--lossy", tmp_path / "src", tmp_path / "dst")
+    assert ran.code == 1
+    assert name in ran.err
+
+
+def test_small_exponents_come_back_from_a_cast() -> None:
+    source = replace(matrix(6), scales=matrix(6).scales - 100)
+    cast = change.mxfp4_to_nvfp4(source, change.top(source.scales))
+    assert torch.equal(change.nvfp4_to_mxfp4(cast).dequantize(), source.dequantize())

@@ -71,12 +71,12 @@ def nvfp4_factor(largest: int) -> Tensor:
 
 
 def nvfp4_to_mxfp4(source: QuantTensor) -> QuantTensor:
-    """Exact where it undoes a cast; else each block's exponent is the one of three with the least
-    squared error (the smallest on a tie), around that of "even" rounding."""
+    """Exact where it undoes a cast; else each block's exponent is the one of four with the least
+    squared error, around that of "even" rounding. Blocks of zeros have scale byte 0."""
     value = source.dequantize().reshape(source.shape[0], -1, 32)
     largest = value.abs().amax(-1)
-    even = torch.frexp(largest * (1 + 0.125))[1] - 3  # 1.75 * 2^n counts as 2^(n + 1)
-    best, found, codes = torch.full_like(largest, torch.inf), even, None
+    even = torch.frexp(largest * (1 + 0.125))[1] - 3  # 1.78 * 2^n counts as 2^(n + 1)
+    best, found, codes = torch.full_like(largest, torch.inf).double(), even, None
     for step in (-1, 0, 1, -2):
         exponent = (even + step).clamp(-127, 127)
         scale = torch.ldexp(torch.ones_like(largest), exponent)[..., None]
@@ -87,7 +87,7 @@ def nvfp4_to_mxfp4(source: QuantTensor) -> QuantTensor:
         codes = mine if codes is None else torch.where(less[..., None], mine, codes)
     assert codes is not None
     zero = largest == 0
-    return QuantTensor(Encoding.MXFP4, codes.flatten(1), torch.where(zero, 127, _byte(found)))
+    return QuantTensor(Encoding.MXFP4, codes.flatten(1), torch.where(zero, 0, _byte(found)))
 
 
 def _byte(exponent: Tensor) -> Tensor:
@@ -95,8 +95,8 @@ def _byte(exponent: Tensor) -> Tensor:
 
 
 def _squares(made: QuantTensor, wanted: Tensor) -> Tensor:
-    """Sums of squared errors of blocks `[N, K/32]`, added up in a fixed order."""
-    error = (made.dequantize().reshape(wanted.shape) - wanted).square()
+    """Sums of squared errors of blocks `[N, K/32]` in float64, added up in a fixed order."""
+    error = (made.dequantize().double().reshape(wanted.shape) - wanted.double()).square()
     while error.shape[-1] > 1:
         error = error[..., ::2] + error[..., 1::2]
     return error.squeeze(-1)
@@ -118,9 +118,16 @@ def mxfp4_to_fp8(source: QuantTensor, block: tuple[int, int]) -> QuantTensor:
     return _tiled(source, scale, block)
 
 
-def to_fp8_tiles(source: QuantTensor, block: tuple[int, int]) -> QuantTensor:
-    """Any encoding to tiles whose largest value is 448; every value is rounded."""
+def to_fp8_tiles(source: QuantTensor, block: tuple[int, int], *, powers: bool) -> QuantTensor:
+    """Any encoding to tiles. The scale is the least power of two that keeps all below 448, if that
+    is exact (as for what was cast from MXFP4) or `powers` demands it; else the largest is 448."""
     largest = tiles(source.dequantize().abs(), block).amax((-1, -2))
+    mantissa, exponent = torch.frexp(largest / LARGEST8)
+    exponent = (exponent - (mantissa == 0.5).int()).clamp(-126, 127)
+    scale = torch.ldexp(torch.ones_like(largest), exponent)
+    made = _tiled(source, torch.where(largest > 0, scale, 1.0), block)
+    if powers or torch.equal(made.dequantize(), source.dequantize()):
+        return made
     return _tiled(source, torch.where(largest > 0, largest / LARGEST8, 1.0), block)
 
 

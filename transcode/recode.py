@@ -20,11 +20,15 @@ from transcode.errors import FormatError, Mismatch
 from transcode.header import TensorInfo, bytes_of
 from transcode.module import Module
 from transcode.producer import E8M0, Role
-from transcode.quant import Encoding, QuantTensor
+from transcode.quant import Encoding, QuantTensor, exponents
 from transcode.settled import require_over_zeros
+from transcode.unify import read_scalars
 
 BLOCK = (128, 128)
-"""The tiles of FP8 that are written; K of a tile has to be whole."""
+"""The tiles of FP8 that are written; the last ones may be cut."""
+
+LEAST = -118
+"""The least exponent for a global scale: 2^(k - 8) and its reciprocal are normal float32."""
 
 FOUR = (Encoding.NVFP4, Encoding.MXFP4)
 """What has two codes a byte."""
@@ -44,17 +48,24 @@ LOSSY = {
 
 @dataclass(frozen=True, eq=False)
 class Recoded:
-    """A module in another encoding. shared: all modules that have one global scale with it."""
+    """A module in another encoding.
+
+    shared: all modules that have one global scale with it.
+    powers: whether scales of FP8 tiles have to be powers of two.
+    """
 
     module: Module
     encoding: Encoding
     shared: tuple[Module, ...]
+    powers: bool = False
 
     def made(self, read: Reader) -> QuantTensor:
         """The matrix in the new encoding; the last one is kept."""
         kept = read.memo.get("recoded")
         if kept is None or kept[0] is not self:
             source = source_of(self.module, read)
+            if not torch.isfinite(source.dequantize()).all():
+                raise FormatError(f"{self.module.name} has values that are not finite")
             made = self._make(source, read)
             if self.surely_exact(read) and not torch.equal(made.dequantize(), source.dequantize()):
                 raise Mismatch(f"{self.module.name}: values change, though its scales allow all")
@@ -73,17 +84,17 @@ class Recoded:
             case Encoding.NVFP4, Encoding.MXFP4:
                 return change.nvfp4_to_mxfp4(source)
             case _, Encoding.FP8_BLOCK:
-                return change.to_fp8_tiles(source, BLOCK)
+                return change.to_fp8_tiles(source, BLOCK, powers=self.powers)
         return change.to_fp8_rows(source)
 
     def largest(self, read: Reader) -> int:
         """The largest exponent of the modules that share a global scale, NaN over zeros apart."""
         kept = read.memo.get("largest")
         if kept is None or kept[0] is not self.shared:
-            kept = self.shared, max(change.top(e8m0(module, read)) for module in self.shared)
+            found = max(change.top(e8m0(module, read)) for module in self.shared)
+            kept = self.shared, max(found, LEAST)
             read.memo["largest"] = kept
-        found: int = kept[1]
-        return found
+        return int(kept[1])
 
     def surely_exact(self, read: Reader) -> bool:
         """Whether the scales alone tell that every value stays."""
@@ -93,6 +104,8 @@ class Recoded:
         if source is not Encoding.MXFP4 or target not in EXACT[source]:
             return False
         scales = e8m0(self.module, read)
+        if (scales == 0).any():  # blocks of zeros, or numbers that no one counts on
+            return False
         if target is Encoding.NVFP4:
             return self.largest(read) - change.deep(scales) <= change.DEEP4
         return change.top(scales) - change.deep(scales) <= change.DEEP8
@@ -106,9 +119,10 @@ def source_of(module: Module, read: Reader) -> QuantTensor:
         scales = read.tensor(module.scales)
         if (scales.float() < 0).any():
             raise FormatError(f"{module.scales.name} has negative scales")
-    factor = None
-    if Role.GLOBAL in module.parts:
-        factor = module.written.factor(read.tensor(module.global_scale).reshape(()))
+    factor = read_scalars(module, read).factor if Role.GLOBAL in module.parts else None
+    nan = scales.float().isnan() if factor is not None and factor > 0 else None
+    if nan is not None and nan.any():
+        require_over_zeros(module, nan, read)
     codes = read.tensor(module.codes)
     return QuantTensor(module.encoding, codes, scales, factor, module.block)
 
@@ -146,7 +160,7 @@ def _as(scales: Tensor, dtype: torch.dtype) -> Tensor:
     if scales.dtype == dtype or scales.element_size() == dtype.itemsize == 1:
         return scales.view(dtype)
     if dtype.itemsize == 1:
-        return (torch.frexp(scales)[1] + 126).to(torch.uint8).view(dtype)
+        return exponents(scales).view(dtype)
     return scales.to(dtype)
 
 

@@ -12,6 +12,8 @@ from transcode.catalog import layouts_for
 from transcode.checkpoint import Checkpoint, Reader
 from transcode.errors import FormatError, LossError
 from transcode.module import Module
+from transcode.names import address
+from transcode.producer import E8M0, Role
 from transcode.quant import Encoding
 from transcode.recode import EXACT, LOSSY, Part, Recoded, source_of, stored_dtype, virtual
 from transcode.recognise import quantization
@@ -46,14 +48,17 @@ def recoded(
     if not wanted or not quantised or (any(said.values()) and not whole):
         return dict(modules)
     turned = {
-        n: _target(m, wanted, checkpoint, options) for n, m in quantised.items() if not said[n]
+        n: _target(m, wanted, checkpoint, options)
+        for n, m in quantised.items()
+        if not said[n] and not (kernel and address(n).table)
     }
     together = _together(checkpoint, {n: quantised[n] for n in turned}, options)
     scales = stored_dtype(modules)
+    powers = scales in E8M0 or quantization(checkpoint)[0].get("scale_fmt") == "ue8m0"
     static = form is not None and form.quantises_inputs(Encoding.NVFP4)
     found = dict(modules)
     for module_name, encoding in turned.items():
-        one = Recoded(quantised[module_name], encoding, together[module_name])
+        one = Recoded(quantised[module_name], encoding, together[module_name], powers)
         found[module_name] = virtual(one, scales, options.input_scale if static else None)
     return found
 
@@ -146,7 +151,10 @@ def summary(losses: Mapping[str, Loss], modules: Mapping[str, Module]) -> list[d
 
 
 def told(losses: Mapping[str, Loss], modules: Mapping[str, Module]) -> Iterator[str]:
-    """The same as notes."""
+    """The same as notes, and input scales that are gone."""
+    dropped = [name for name in losses if (was := modules[name].was) and Role.INPUT in was.parts]
+    if dropped:
+        yield f"{len(dropped)} input scales of the source's encoding are left out ({dropped[0]})"
     for entry in summary(losses, modules):
         what = f"{entry['modules']} matrices: {entry['from']} became {entry['to']}"
         if not entry["changed"]:

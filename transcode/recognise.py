@@ -258,6 +258,7 @@ def require_any(checkpoint: Checkpoint, modules: Mapping[str, Module], layout: L
 def disagreements(checkpoint: Checkpoint, modules: Mapping[str, Module]) -> Iterator[str]:
     """Where the config says something else than the tensors; the tensors are believed."""
     config, where = quantization(checkpoint)
+    modules = {name: m.was or m for name, m in modules.items()}
     nvfp4 = [m for m in modules.values() if m.encoding in (Encoding.NVFP4, Encoding.NVFP4_32)]
     used = {m.format.name: m.format for m in nvfp4 if m.format}
     if not config:
