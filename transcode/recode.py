@@ -21,6 +21,7 @@ from transcode.header import TensorInfo, bytes_of
 from transcode.module import Module
 from transcode.producer import E8M0, Role
 from transcode.quant import Encoding, QuantTensor, exponents
+from transcode.settle_e8m0 import prepare
 from transcode.settled import require_over_zeros
 from transcode.unify import read_scalars
 
@@ -64,10 +65,11 @@ class Recoded:
         kept = read.memo.get("recoded")
         if kept is None or kept[0] is not self:
             source = source_of(self.module, read)
-            if not torch.isfinite(source.dequantize()).all():
+            meant = source.dequantize()
+            if not torch.isfinite(meant).all():
                 raise FormatError(f"{self.module.name} has values that are not finite")
             made = self._make(source, read)
-            if self.surely_exact(read) and not torch.equal(made.dequantize(), source.dequantize()):
+            if self.surely_exact(read) and not torch.equal(made.dequantize(), meant):
                 raise Mismatch(f"{self.module.name}: values change, though its scales allow all")
             read.memo["recoded"] = kept = self, made
         found: QuantTensor = kept[1]
@@ -91,7 +93,7 @@ class Recoded:
         """The largest exponent of the modules that share a global scale, NaN over zeros apart."""
         kept = read.memo.get("largest")
         if kept is None or kept[0] is not self.shared:
-            found = max(change.top(e8m0(module, read)) for module in self.shared)
+            found = max(change.top(prepare(module, read)) for module in self.shared)
             kept = self.shared, max(found, LEAST)
             read.memo["largest"] = kept
         return int(kept[1])
@@ -103,7 +105,7 @@ class Recoded:
             return True
         if source is not Encoding.MXFP4 or target not in EXACT[source]:
             return False
-        scales = e8m0(self.module, read)
+        scales = prepare(self.module, read)
         if (scales == 0).any():  # blocks of zeros, or numbers that no one counts on
             return False
         if target is Encoding.NVFP4:
@@ -114,7 +116,7 @@ class Recoded:
 def source_of(module: Module, read: Reader) -> QuantTensor:
     """A module as its source has it; NaN scales over zeros are 0."""
     if module.encoding in (Encoding.MXFP4, Encoding.MXFP8):
-        scales = e8m0(module, read)
+        scales = prepare(module, read)
     else:
         scales = read.tensor(module.scales)
         if (scales.float() < 0).any():
@@ -125,16 +127,6 @@ def source_of(module: Module, read: Reader) -> QuantTensor:
         require_over_zeros(module, nan, read)
     codes = read.tensor(module.codes)
     return QuantTensor(module.encoding, codes, scales, factor, module.block)
-
-
-def e8m0(module: Module, read: Reader) -> Tensor:
-    """A module's E8M0 scales, uint8; 0 for NaN over zeros, FormatError for any other NaN."""
-    stored = read.tensor(module.scales).view(torch.uint8)
-    nan = stored == 0xFF
-    if nan.any():
-        require_over_zeros(module, nan, read)
-        stored = torch.where(nan, 0, stored)
-    return stored
 
 
 @dataclass(frozen=True)

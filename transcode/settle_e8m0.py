@@ -27,12 +27,17 @@ NAN = 0xFF
 
 def prepare(module: Module, read: Reader) -> Tensor:
     """`[N, K/32]` uint8 as it is packed: 0 for NaN over zeros; FormatError for any other NaN."""
+    return _prepared(module, read)[0]
+
+
+def _prepared(module: Module, read: Reader) -> tuple[Tensor, int]:
+    """The same, and how many were NaN."""
     stored = read.tensor(module.scales).view(torch.uint8)
     nan = stored == NAN
     if not nan.any():
-        return stored
+        return stored, 0
     require_over_zeros(module, nan, read)
-    return torch.where(nan, 0, stored)
+    return torch.where(nan, 0, stored), int(nan.sum())
 
 
 def settle(stack: Stack, options: Options, read: Reader) -> Settled:
@@ -40,8 +45,8 @@ def settle(stack: Stack, options: Options, read: Reader) -> Settled:
     scales, flushes, nan = options.layout.scales, list[Flush](), 0
     lift = scales.lift(1.0, options.dtype)
     for module in (m for group in stack.groups for m in group):
-        mine = prepare(module, read)
-        nan += int((read.tensor(module.scales).view(torch.uint8) == NAN).sum())
+        mine, count = _prepared(module, read)
+        nan += count
         if (large := scales.overflows(mine, lift)).any():
             raise LayoutError(
                 f"{module.name}: block scale 2^{int(mine[large].max()) - 127} is too large for "

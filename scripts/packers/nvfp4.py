@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
 from scripts.packers.draw import Scales, draw_bias, draw_bytes, generator
-from scripts.packers.tensors import Tensors
+from scripts.packers.tensors import Tensors, held, module
 
 CONVENTION = (
     "ModelOpt: weight uint8, even column in the low nibble; weight_scale float8_e4m3fn, "
@@ -50,6 +52,22 @@ class Dense:
         if self.members:
             tensors["members"] = torch.tensor(self.members)
         return tensors
+
+
+def prepared(
+    prepare: Callable[[Any], object], case: Dense, given: Tensors, dtype: torch.dtype
+) -> Tensors:
+    """What a runtime's preparation of a linear layer makes of ModelOpt's tensors."""
+    runtime = {"weight_scale_2": "weight_global_scale"}
+    parameters = {runtime.get(name, name): given[name] for name in given if name != "members"}
+    layer = module(
+        parameters,
+        output_size_per_partition=case.n,
+        input_size_per_partition=case.k,
+        params_dtype=dtype,
+    )
+    prepare(layer)
+    return held(layer, parameters)
 
 
 @dataclass(frozen=True)

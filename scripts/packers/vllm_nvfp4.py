@@ -21,16 +21,7 @@ MOE_TENSORS = tuple(
 
 def prepare_dense(vllm: Runtime, case: nvfp4.Dense, given: Tensors, dtype: torch.dtype) -> Tensors:
     """Drive `prepare_fp4_layer_for_marlin`, vLLM's preparation of a linear layer."""
-    runtime = {"weight_scale_2": "weight_global_scale"}
-    parameters = {runtime.get(name, name): given[name] for name in given if name != "members"}
-    layer = module(
-        parameters,
-        output_size_per_partition=case.n,
-        input_size_per_partition=case.k,
-        params_dtype=dtype,
-    )
-    vllm.modules[FP4].prepare_fp4_layer_for_marlin(layer)
-    return held(layer, parameters)
+    return nvfp4.prepared(vllm.modules[FP4].prepare_fp4_layer_for_marlin, case, given, dtype)
 
 
 def prepare_moe(vllm: Runtime, case: nvfp4.Moe, given: Tensors, dtype: torch.dtype) -> Tensors:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from transcode.errors import FormatError, LayoutError
+from transcode.kernels import marlin
 
 VERSION = 1
 VARIANT = "vllm"
@@ -28,10 +29,9 @@ class Kind:
 
 
 LAYOUTS = {
-    "marlin-nvfp4": Kind(4, 16, "F8_E4M3", True),
-    "marlin-mxfp4": Kind(4, 32, "U8", False),
-    "marlin-fp8": Kind(8, 0, "", False),
-    "marlin-mxfp8": Kind(8, 32, "U8", False),
+    one.name: Kind(one.codes.bits, one.groups[0], one.scales.dtype, one.factor is not None)
+    for one in marlin.LAYOUTS
+    if one.variant == VARIANT
 }
 DTYPES = {"bfloat16": "BF16", "float16": "F16"}
 """The activation dtypes, and safetensors' names of them."""
@@ -138,9 +138,8 @@ def _stack(name: str, size: Mapping[str, Any], kind: Kind, order: str | None) ->
     )
 
 
-def tiles(rows: int, columns: int) -> bool:
-    """Whether the kernels have thread tiles for a matrix that one rank holds."""
-    return (rows % 64 == 0 and columns % 128 == 0) or (rows % 128 == 0 and columns % 64 == 0)
+tiles = marlin.serves
+"""Whether the kernels have thread tiles for a matrix that one rank holds, of rows and columns."""
 
 
 def require_part(packed: Packed, stack: Stack, rows: tuple[int, ...], columns: int) -> None:
