@@ -1,4 +1,4 @@
-"""One encoding to another, a matrix at a time. What is exact, and when, stands with each function.
+"""MXFP4 and NVFP4 to other encodings without rounding, where that can be.
 
 Sources: NVIDIA/Model-Optimizer, examples/hf_ptq/cast_mxfp4_to_nvfp4.py (MXFP4 to NVFP4);
 deepseek-ai/DeepSeek-V4, inference/convert.py, and sgl-project/sglang, cast_e2m1fn_to_e4m3fn (MXFP4
@@ -10,8 +10,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from transcode.encode import LARGEST8, e2m1, e4m3, tiles, untiled
-from transcode.quant import Encoding, QuantTensor, unpack_nibbles
+from transcode.encode import LARGEST8, e2m1, e4m3, tiles
+from transcode.quant import Encoding, QuantTensor, unpack_nibbles, unpacked4
+from transcode.quantise import tiled
 
 DEEP8 = 14
 """Between the exponents of a tile's MXFP4 blocks: the smallest code 0.5 is E4M3's smallest number
@@ -23,12 +24,7 @@ DEEP4 = 17
 
 def mxfp4_to_mxfp8(source: QuantTensor) -> QuantTensor:
     """Exact always: E4M3 has all the values of E2M1, and the scales stay."""
-    codes = e4m3(QuantTensor(Encoding.MXFP4, source.codes, _ones(source.scales)).dequantize())
-    return QuantTensor(Encoding.MXFP8, codes, source.scales)
-
-
-def _ones(scales: Tensor) -> Tensor:
-    return torch.full_like(scales.view(torch.uint8), 127)
+    return QuantTensor(Encoding.MXFP8, e4m3(unpacked4(source.codes)), source.scales)
 
 
 def top(scales: Tensor) -> int:
@@ -70,38 +66,6 @@ def nvfp4_factor(largest: int) -> Tensor:
     return torch.tensor(2.0 ** (largest - 8), dtype=torch.float64).float()
 
 
-def nvfp4_to_mxfp4(source: QuantTensor) -> QuantTensor:
-    """Exact where it undoes a cast; else each block's exponent is the one of four with the least
-    squared error, around that of "even" rounding. Blocks of zeros have scale byte 0."""
-    value = source.dequantize().reshape(source.shape[0], -1, 32)
-    largest = value.abs().amax(-1)
-    even = torch.frexp(largest * (1 + 0.125))[1] - 3  # 1.78 * 2^n counts as 2^(n + 1)
-    best, found, codes = torch.full_like(largest, torch.inf).double(), even, None
-    for step in (-1, 0, 1, -2):
-        exponent = (even + step).clamp(-127, 127)
-        scale = torch.ldexp(torch.ones_like(largest), exponent)[..., None]
-        mine = e2m1(value / scale)
-        error = _squares(QuantTensor(Encoding.MXFP4, mine.flatten(1), _byte(exponent)), value)
-        less = error < best
-        best, found = torch.where(less, error, best), torch.where(less, exponent, found)
-        codes = mine if codes is None else torch.where(less[..., None], mine, codes)
-    assert codes is not None
-    zero = largest == 0
-    return QuantTensor(Encoding.MXFP4, codes.flatten(1), torch.where(zero, 0, _byte(found)))
-
-
-def _byte(exponent: Tensor) -> Tensor:
-    return (exponent + 127).to(torch.uint8)
-
-
-def _squares(made: QuantTensor, wanted: Tensor) -> Tensor:
-    """Sums of squared errors of blocks `[N, K/32]` in float64, added up in a fixed order."""
-    error = (made.dequantize().double().reshape(wanted.shape) - wanted.double()).square()
-    while error.shape[-1] > 1:
-        error = error[..., ::2] + error[..., 1::2]
-    return error.squeeze(-1)
-
-
 def mxfp4_to_fp8(source: QuantTensor, block: tuple[int, int]) -> QuantTensor:
     """Tiles with a power of two as scale: the largest block's exponent, over 64.
 
@@ -115,32 +79,4 @@ def mxfp4_to_fp8(source: QuantTensor, block: tuple[int, int]) -> QuantTensor:
     n, k = block[0], block[1] // 32
     largest = tiles(told + 127, (n, k)).amax((-1, -2)) - 127
     scale = torch.pow(2.0, (largest - 6).clamp(min=-126).double()).float()
-    return _tiled(source, scale, block)
-
-
-def to_fp8_tiles(source: QuantTensor, block: tuple[int, int], *, powers: bool) -> QuantTensor:
-    """Any encoding to tiles. The scale is the least power of two that keeps all below 448, if that
-    is exact (as for what was cast from MXFP4) or `powers` demands it; else the largest is 448."""
-    largest = tiles(source.dequantize().abs(), block).amax((-1, -2))
-    mantissa, exponent = torch.frexp(largest / LARGEST8)
-    exponent = (exponent - (mantissa == 0.5).int()).clamp(-126, 127)
-    scale = torch.ldexp(torch.ones_like(largest), exponent)
-    made = _tiled(source, torch.where(largest > 0, scale, 1.0), block)
-    if powers or torch.equal(made.dequantize(), source.dequantize()):
-        return made
-    return _tiled(source, torch.where(largest > 0, largest / LARGEST8, 1.0), block)
-
-
-def to_fp8_rows(source: QuantTensor) -> QuantTensor:
-    """Any encoding to rows whose largest value is 448; every value is rounded."""
-    value = source.dequantize()
-    largest = value.abs().amax(-1)
-    scale = torch.where(largest > 0, largest / LARGEST8, 1.0)
-    return QuantTensor(Encoding.FP8_CHANNEL, e4m3(value / scale[:, None]), scale)
-
-
-def _tiled(source: QuantTensor, scale: Tensor, block: tuple[int, int]) -> QuantTensor:
-    value = tiles(source.dequantize(), block)
-    codes = untiled(e4m3(value / scale[..., None, None]).view(torch.uint8), source.shape)
-    stored = codes.contiguous().view(torch.float8_e4m3fn)
-    return QuantTensor(Encoding.FP8_BLOCK, stored, scale, None, block)
+    return tiled(source.dequantize(), scale, block)

@@ -88,11 +88,13 @@ class QuantTensor:
 
 def _values(codes: Tensor) -> Tensor:
     """What codes mean, float32 `[N, K]`."""
-    if codes.dtype is torch.float8_e4m3fn:
-        return codes.float()
-    nibbles = unpack_nibbles(codes.view(torch.uint8))
-    sign = torch.where(nibbles < 8, 1.0, -1.0)
-    return torch.tensor(E2M1)[(nibbles & 7).int()] * sign
+    return codes.float() if codes.dtype is torch.float8_e4m3fn else unpacked4(codes)
+
+
+def unpacked4(codes: Tensor) -> Tensor:
+    """E2M1 `[..., K/2]`, two codes a byte, to `[..., K]` float32."""
+    table = torch.tensor([*E2M1, *(-v for v in E2M1)], device=codes.device)
+    return table[unpack_nibbles(codes.view(torch.uint8)).int()]
 
 
 def powers(exponents: Tensor) -> Tensor:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from transcode import change
+from transcode import change, quantise
 from transcode.catalog import producer
 from transcode.checkpoint import DTYPES, Reader
 from transcode.errors import FormatError, Mismatch
@@ -84,10 +84,10 @@ class Recoded:
             case Encoding.MXFP4, Encoding.FP8_BLOCK:
                 return change.mxfp4_to_fp8(source, BLOCK)
             case Encoding.NVFP4, Encoding.MXFP4:
-                return change.nvfp4_to_mxfp4(source)
+                return quantise.mxfp4(source.dequantize(), "mse")
             case _, Encoding.FP8_BLOCK:
-                return change.to_fp8_tiles(source, BLOCK, powers=self.powers)
-        return change.to_fp8_rows(source)
+                return quantise.fp8_tiles(source.dequantize(), BLOCK, powers=self.powers)
+        return quantise.fp8_rows(source.dequantize())
 
     def largest(self, read: Reader) -> int:
         """The largest exponent of the modules that share a global scale, NaN over zeros apart."""
