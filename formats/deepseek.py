@@ -64,7 +64,7 @@ def describe(told: Told) -> Configs:
         )
     if group.activations == "none":
         raise FormatError(f"{group.modules[0]}: 16 bit activations: deepseek-fp8 has no word")
-    powers = group.scales in E8M0 or _said(told.source) == "ue8m0"
+    powers = told.powers or group.scales in E8M0 or _said(told.source) == "ue8m0"
     return Configs(
         {
             "activation_scheme": "dynamic",
@@ -99,6 +99,13 @@ PRODUCERS = (
                 "deepseek-fp8",
                 "block FP8 with weight_scale_inv",
                 (Encoding.FP8_BLOCK,),
+                loads_in=(VLLM, SGLANG),
+            ),
+            Target(
+                "deepseek-fp8-ue8m0",
+                "the same, scales powers of two (scale_fmt ue8m0), as DeepSeek-V3.1",
+                (Encoding.FP8_BLOCK,),
+                powers=True,
                 loads_in=(VLLM, SGLANG),
             ),
         ),

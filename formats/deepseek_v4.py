@@ -124,6 +124,7 @@ PRODUCERS = (
                 "deepseek-v4",
                 "FP4 experts, FP8 blocks",
                 (Encoding.MXFP4, Encoding.FP8_BLOCK),
+                whole=True,
                 loads_in=READ,
             ),
             Target(

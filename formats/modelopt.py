@@ -160,7 +160,10 @@ def describe(told: Told) -> Configs:
 def _algorithm(group: Group) -> str:
     static, first = group.activations == "static", group.modules[0]
     if group.encoding is Encoding.FP8_TENSOR and not static:
-        raise FormatError(f"{first}: FP8 per tensor without an input scale: ModelOpt has no word")
+        raise FormatError(
+            f"{first}: FP8 per tensor without an input scale: ModelOpt has no word; "
+            "--input-scale gives one"
+        )
     if group.encoding is Encoding.FP8_CHANNEL and group.activations == "none":
         raise FormatError(f"{first}: FP8 per channel with 16 bit activations: ModelOpt has no word")
     if group.encoding is Encoding.FP8_BLOCK and group.block != (128, 128):

@@ -38,6 +38,13 @@ def deep(scales: Tensor) -> int:
     return int(byte[byte > 0].min()) - 127 if (byte > 0).any() else 0
 
 
+def are_powers(scales: Tensor) -> bool:
+    """Whether all are powers of two, E8M0 or floats."""
+    if scales.dtype in (torch.uint8, torch.float8_e8m0fnu):
+        return True
+    return bool((torch.frexp(scales.float())[0] == 0.5).all())
+
+
 def mxfp4_to_nvfp4(source: QuantTensor, largest: int) -> QuantTensor:
     """With global scale `2^(largest - 8)`; codes are copied, -0 too.
 

@@ -42,23 +42,28 @@ class Size(click.ParamType[int]):
         return size
 
 
-class Scale(click.ParamType[float | str]):
-    """A positive number, or `none`."""
+class Scale(click.ParamType[float | Path | str]):
+    """A positive number, a file, or `none`."""
 
-    name = "number|none"
+    name = "number|file|none"
 
     def convert(
         self, value: Any, param: click.Parameter | None, ctx: click.Context | None
-    ) -> float | str:
-        """Parse it; a usage error if it is neither."""
+    ) -> float | Path | str:
+        """Parse it; a usage error if it is none of them."""
+        from transcode.recipe import valid
+
         if value == "none":
             return "none"
         try:
             number = float(value)
         except ValueError:
+            if Path(value).is_file():
+                return Path(value)
             number = 0.0
-        if not 0 < number < float("inf"):
-            self.fail(f"{value!r} is neither a positive number nor none", param, ctx)
+        if not valid(number):
+            self.fail(f"{value!r} is no positive number that float32 holds, no file and not none",
+                      param, ctx)  # fmt: skip
         return number
 
 
@@ -137,9 +142,35 @@ def main() -> None:
 @click.option(
     "--input-scale",
     type=Scale(),
-    default="1.0",
+    help="Form: the activations' scale of what becomes NVFP4 or FP8: a number, a FILE with "
+    "`<module>.input_scale` (safetensors) or {module or glob: number} (JSON), or `none` for 16-bit "
+    "activations.  [default: what the source has, else 1.0 for NVFP4]",
+)
+@click.option(
+    "--input-scale-per-expert",
+    is_flag=True,
+    help="Form: keep each expert's, instead of the largest of a layer's projection.",
+)
+@click.option(
+    "--rule",
+    "rules",
+    multiple=True,
+    metavar="GLOB=ENCODING|keep",
+    help="What modules become; first match wins.  GLOB may be a group: experts, shared_experts, "
+    "attention, mlp, lm_head, embeddings, mtp, vision.",
+)
+@click.option(
+    "--recipe",
+    "recipe_file",
+    type=click.Path(path_type=Path, exists=True, dir_okay=False),
+    help='A TOML file with rules = ["experts=nvfp4", ...], after those of --rule.',
+)
+@click.option(
+    "--scale-search",
+    type=click.Choice(["mse", "max"]),
+    default="mse",
     show_default=True,
-    help="Form: the activations' scale of what becomes NVFP4; `none` for 16-bit activations.",
+    help="How block scales are chosen where values are rounded to 4 bits.",
 )
 @click.option(
     "--tp",
@@ -181,7 +212,11 @@ def convert(
     unify: str | None,
     exact: bool,
     lossy: bool,
-    input_scale: float | str,
+    input_scale: float | Path | str | None,
+    input_scale_per_expert: bool,
+    rules: tuple[str, ...],
+    recipe_file: Path | None,
+    scale_search: str,
     tp: int,
     fused: bool,
     drop_kv_scales: bool,
@@ -195,7 +230,7 @@ def convert(
 ) -> None:
     """Rewrite SRC as another producer's, or pack it for a kernel."""
     with reporting(as_json, "interrupted; the same command goes on where this one stopped"):
-        from transcode import catalog
+        from transcode import catalog, recipe
         from transcode import convert as line
         from transcode.destination import guard
         from transcode.dryrun import describe, outline
@@ -218,8 +253,11 @@ def convert(
         elif fused or drop_kv_scales or fill_input_scale:
             raise click.UsageError("--fused, --drop-kv-scales and --fill-input-scale are for forms")
         layout = None if form else catalog.layout(target, runtime, activations)
-        given = None if isinstance(input_scale, str) else input_scale
-        ask = line.Ask(layout, dtype, unify or "", exact, tp, shard_size, form, lossy, given)
+        given = recipe.InputScales.given(input_scale, per_expert=input_scale_per_expert)
+        asked = recipe.EncodingRecipe(
+            recipe.rules_of(rules, recipe_file), scale_search, lossy, given
+        )
+        ask = line.Ask(layout, dtype, unify or "", exact, tp, shard_size, form, asked)
         guard(src, dst, overwrite=overwrite)
         checkpoint, plan = line.prepare(src, ask)
         if form:

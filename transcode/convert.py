@@ -13,6 +13,7 @@ from tqdm import tqdm
 
 from transcode import __version__, rewrite
 from transcode.checkpoint import Checkpoint, Reader, reader
+from transcode.chosen import recoded
 from transcode.config import activation_dtype, form_configs, target_config
 from transcode.decide import decide as decide_form
 from transcode.destination import (
@@ -40,7 +41,8 @@ from transcode.packed_stack import Unpack
 from transcode.plan import Plan, make
 from transcode.producer import Form, Role
 from transcode.readback import read_back
-from transcode.recoding import judge, recoded
+from transcode.recipe import AS_THEY_ARE, EncodingRecipe
+from transcode.recoding import judge
 from transcode.recognise import recognise, require_any, require_known
 from transcode.report import report
 from transcode.rewrite_report import rewrite_report
@@ -57,8 +59,6 @@ from transcode.unpacked import opened
 class Ask:
     """What the user asked for: a layout or a form; a dtype of None is the config's own.
 
-    lossy, input_scale: see Options.
-
     unify: "" is `fold` for a layout, `keep` for a form, which has room for all scalars.
     """
 
@@ -69,8 +69,7 @@ class Ask:
     tp: int = 1
     shard_size: int = 5_000_000_000
     form: Form | None = None
-    lossy: bool = False
-    input_scale: float | None = 1.0
+    recipe: EncodingRecipe = AS_THEY_ARE
 
     def options(self, checkpoint: Checkpoint) -> Options:
         """The options for this checkpoint."""
@@ -84,7 +83,7 @@ class Ask:
         unify = "keep" if kept else self.unify or "fold"
         return Options(
             self.layout, dtype, unify, self.exact, self.tp, self.shard_size, self.form,
-            self.lossy, self.input_scale,
+            self.recipe,
         )  # fmt: skip
 
 

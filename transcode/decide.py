@@ -10,7 +10,9 @@ from torch import Tensor
 from tqdm import tqdm
 
 from transcode.checkpoint import Checkpoint, Reader
+from transcode.chosen import rows_of
 from transcode.errors import FormatError, LossError
+from transcode.inputs import input_factor
 from transcode.job import Job
 from transcode.module import Module
 from transcode.names import natural
@@ -21,10 +23,11 @@ from transcode.plan import Plan
 from transcode.producer import E8M0, Form, Role
 from transcode.quant import Encoding
 from transcode.recoding import judge
-from transcode.rewritten import input_factor, loss, made, turns, value
+from transcode.rewritten import loss, made, turns, value
 from transcode.sayable import layers_of, missing
 from transcode.settle_e4m3 import NAN, prepare
 from transcode.unify import Unified, unify
+from transcode.unify_fp8 import one_scale, unify_fp8
 
 EIGHT = (Encoding.FP8_TENSOR, Encoding.FP8_CHANNEL, Encoding.FP8_BLOCK)
 
@@ -36,6 +39,10 @@ def decide(checkpoint: Checkpoint, plan: Plan, read: Reader, device: torch.devic
     losses = judge(plan.modules, plan.options, read)
     unified = unify(checkpoint, plan, read)
     quantised = {n: m for n, m in plan.modules.items() if m.format is not None}
+    if plan.options.unify != "keep":
+        rows = rows_of(checkpoint, quantised, form)
+        eights = [row for row in rows if all(map(one_scale, row)) and len(row) > 1]
+        unified = unify_fp8(checkpoint, plan, eights, unified, read)
     if not form.producer.verbatim:
         _sound(quantised, read)
     cleaned = frozenset(_cleaned(quantised, unified, form, read))
@@ -80,6 +87,8 @@ def _finite(output: Output, job: Job) -> None:
 
 def _exact(job: Job) -> None:
     """Raise LossError for the first scalar or decoded weight that would be rounded."""
+    if name := next(iter(job.unified.requantised), ""):
+        raise LossError(f"{name}: its codes would be rounded again, to one scale with others'")
     for output in job.plan.outputs():
         recipe = output.recipe
         if loss(output, job):

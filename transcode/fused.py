@@ -13,8 +13,8 @@ from math import prod
 
 from transcode.errors import FormatError
 from transcode.header import Cut, TensorInfo, bytes_of
-from transcode.names import family
-from transcode.producer import Fusion, Producer, Role, Shape
+from transcode.names import Stacked, family
+from transcode.producer import FLOATS, Fusion, Producer, Role, Shape
 
 STACKED = re.compile(r"(?P<container>.+\.experts)\.(?P<tensor>[a-z]\w*)")
 """A tensor right under `...experts`: no expert's number, no module's name in between."""
@@ -69,6 +69,45 @@ def expand(
     return found, wrong
 
 
+def unquantised(
+    tensors: Mapping[str, TensorInfo], model_type: str, hidden: int
+) -> dict[str, dict[str, TensorInfo]]:
+    """Experts that a family's own checkpoints keep stacked and not quantised: `{module: {leaf:
+    tensor}}`, one by one."""
+    own = family(model_type).fused
+    if own is None:
+        return {}
+    fusion, stacks = plainly(own), dict[str, dict[str, TensorInfo]]()
+    tails = [stem + suffix for stem in (fusion.up, fusion.down) for suffix in ("", "_bias")]
+    for name, info in tensors.items():
+        for tail in tails:
+            head = name.removesuffix(f".{tail}")
+            container = f"{head}.experts" if fusion.beside else head
+            if head != name and container.endswith(".experts") and info.dtype in FLOATS:
+                stacks.setdefault(container, {})[tail] = info
+    found = dict[str, dict[str, TensorInfo]]()
+    for container, parts in stacks.items():
+        if any(len(parts[s].shape) != 3 for s in (fusion.up, fusion.down) if s in parts):
+            continue  # something else of this name
+        for part in _apart(container, parts, _Turned(fusion, model_type, hidden), None):
+            module, _, leaf = part.name.rpartition(".")
+            found.setdefault(module, {})[leaf] = part
+    return found
+
+
+def plainly(own: Stacked) -> Fusion:
+    """How a family's own checkpoints stack experts that are not quantised."""
+    return Fusion(
+        own.gate_up.removeprefix("experts."),
+        own.down.removeprefix("experts."),
+        {Role.CODES: "", Role.BIAS: "_bias"},
+        {Role.CODES: "weight", Role.BIAS: "bias"},
+        own.transposed,
+        own.interleaved,
+        beside=not own.gate_up.startswith("experts."),
+    )
+
+
 def _pair(info: TensorInfo, expert: str, leaf: str) -> Iterator[TensorInfo]:
     """An expert's gate and up: alternating rows of the joined linear; a scalar is both's."""
     for i, half in enumerate(("gate", "up")):
@@ -121,7 +160,8 @@ def _apart(
             continue
         if len(codes.shape) != 3 + len(fusion.tail) or not codes.nbytes:
             raise FormatError(f"{codes}: wanted the codes of stacked experts, [E, ...]")
-        scales = parts.get(stem + fusion.suffixes[Role.SCALES])
+        suffix = fusion.suffixes.get(Role.SCALES)
+        scales = parts.get(stem + suffix) if suffix else None
         how = _Stem(codes.shape[0], halves, turned.of(codes, scales, up=stem == fusion.up))
         for role, suffix in fusion.suffixes.items():
             info = parts.get(stem + suffix)

@@ -43,7 +43,7 @@ def quantization_config(checkpoint: Checkpoint, job: Job) -> dict[str, Any]:
             "unify": plan.options.unify,
             "exact": plan.options.exact,
             "tp": plan.options.tp,
-            "lossy": plan.options.lossy,
+            "encodings": plan.options.recipe.asked(),
         },
         "tp": degrees(plan, checkpoint.text_config),
         "modules": _modules(plan),

@@ -14,6 +14,7 @@ from transcode.names import natural
 from transcode.output import Kind, Output, OutputShard
 from transcode.packed_outputs import packed_outputs
 from transcode.producer import Configs, Group
+from transcode.quant import Encoding
 from transcode.stacks import Options, Stack
 
 
@@ -81,6 +82,8 @@ def consumed(module: Module) -> Iterator[TensorInfo]:
     if module.was:
         yield from consumed(module.was)
         return
+    if module.encoding is Encoding.UNQUANTISED:
+        yield from (module.leaves[leaf] for leaf in ("weight", "bias") if leaf in module.leaves)
     yield from module.parts.values()
     yield from (module.leaves[leaf] for leaf in KEPT if leaf in module.leaves)
 

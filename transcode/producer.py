@@ -127,6 +127,7 @@ class Told:
     tables: embeddings that are not quantised.
     containers: `...experts` whose modules are all in one group.
     experts: the leaves of (gate,) up, down of every container of quantised experts.
+    powers: whether scales of FP8 tiles have become powers of two.
     kv: the KV cache's scheme, "FP8", another word of the source's, or "".
     source: the source's own config, for what is carried from producer to same producer.
     """
@@ -139,6 +140,7 @@ class Told:
     experts: Mapping[str, tuple[str, ...]]
     kv: str
     source: Mapping[str, Any]
+    powers: bool = False
 
 
 @dataclass(frozen=True)
@@ -175,6 +177,7 @@ class Target:
     encodings: what at least one module must be in; empty for any.
     activations: whether the input scales go along.
     whole: whether all quantised modules have to be in those encodings.
+    powers: whether scales of FP8 tiles have to be powers of two.
     """
 
     name: str
@@ -182,6 +185,7 @@ class Target:
     encodings: tuple[Encoding, ...] = ()
     activations: bool = True
     whole: bool = False
+    powers: bool = False
     loads_in: tuple[Loads, ...] = ()
 
 

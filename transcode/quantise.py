@@ -131,22 +131,21 @@ def fp8_tiles(value: Tensor, block: tuple[int, int], *, powers: bool) -> QuantTe
     made = tiled(value, _power(above(largest).clamp(min=-126)), block)
     if powers or torch.equal(made.dequantize(), value):
         return made
-    return tiled(value, _over(largest), block)
+    return tiled(value, fp8_scale(largest), block)
 
 
 def fp8_rows(value: Tensor) -> QuantTensor:
     """A row's largest value becomes 448."""
-    scale = _over(value.abs().amax(-1))
+    scale = fp8_scale(value.abs().amax(-1))
     return QuantTensor(Encoding.FP8_CHANNEL, e4m3(value / scale[:, None]), scale)
 
 
-def fp8_tensor(value: Tensor, largest: Tensor) -> QuantTensor:
-    """`largest`, `[]` float32, becomes 448."""
-    scale = _over(largest)
+def fp8_tensor(value: Tensor, scale: Tensor) -> QuantTensor:
+    """With this scale, `[]` float32."""
     return QuantTensor(Encoding.FP8_TENSOR, e4m3(value / scale), scale)
 
 
-def _over(largest: Tensor) -> Tensor:
+def fp8_scale(largest: Tensor) -> Tensor:
     """Scales that make the largest value 448, normal float32."""
     scale = (largest / LARGEST8).clamp(min=LEAST)
     return torch.where(largest > 0, scale, torch.ones_like(scale))

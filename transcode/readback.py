@@ -79,12 +79,12 @@ def _same(
     read: Callable[[TensorInfo], Tensor],
 ) -> None:
     """Compare the parts of these roles."""
-    if Role.CODES in roles:
+    if Role.CODES in roles and module.name not in job.unified.requantised:
         ours, theirs = job.read.tensor(module.codes), read(again.codes)
         if not torch.equal(_bytes(ours), _bytes(theirs)):
             raise Mismatch(f"{module.name}: the codes do not come back")
     name = module.name
-    changed = name in job.unified.multiplier or name in job.cleaned
+    changed = name in {**job.unified.multiplier, **job.unified.own} or name in job.cleaned
     scalars = job.unified.scalars.get(name)
     if changed or (scalars and scalars.zero) or module.scales.name in job.unified.scaled:
         return

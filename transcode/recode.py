@@ -7,7 +7,7 @@ their names, dtypes and shapes.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
 import torch
@@ -18,6 +18,7 @@ from transcode.catalog import producer
 from transcode.checkpoint import DTYPES, Reader
 from transcode.errors import FormatError, Mismatch
 from transcode.header import TensorInfo, bytes_of
+from transcode.inputs import InputScale
 from transcode.module import Module
 from transcode.producer import E8M0, Role
 from transcode.quant import Encoding, QuantTensor, exponents
@@ -34,73 +35,107 @@ LEAST = -118
 FOUR = (Encoding.NVFP4, Encoding.MXFP4)
 """What has two codes a byte."""
 
+EIGHT = (Encoding.FP8_TENSOR, Encoding.FP8_CHANNEL, Encoding.FP8_BLOCK)
+
 EXACT = {
     Encoding.MXFP4: (Encoding.FP8_BLOCK, Encoding.NVFP4, Encoding.MXFP8),
     Encoding.NVFP4: (Encoding.MXFP4,),
 }
 """What an encoding may become without loss, if its scales allow it."""
 
-LOSSY = {
-    Encoding.NVFP4: (Encoding.FP8_BLOCK, Encoding.FP8_CHANNEL),
-    Encoding.MXFP4: (Encoding.FP8_CHANNEL,),
-}
-"""What it may become by rounding every value."""
-
 
 @dataclass(frozen=True, eq=False)
 class Recoded:
-    """A module in another encoding.
+    """A module in another encoding, or FP8 tiles whose scales become powers of two.
 
-    shared: all modules that have one global scale with it.
+    shared: all modules that have one global scale (FP8_TENSOR: one scale) with it.
     powers: whether scales of FP8 tiles have to be powers of two.
+    search: how block scales are chosen (quantise.py).
     """
 
     module: Module
     encoding: Encoding
     shared: tuple[Module, ...]
     powers: bool = False
+    search: str = "mse"
+
+    @property
+    def block(self) -> tuple[int, int]:
+        """The tiles of FP8: the module's own, if it has any."""
+        return self.module.block or BLOCK
 
     def made(self, read: Reader) -> QuantTensor:
         """The matrix in the new encoding; the last one is kept."""
         kept = read.memo.get("recoded")
         if kept is None or kept[0] is not self:
             source = source_of(self.module, read)
-            meant = source.dequantize()
+            meant = meaning(source)
             if not torch.isfinite(meant).all():
                 raise FormatError(f"{self.module.name} has values that are not finite")
-            made = self._make(source, read)
+            made = self._cast(source, read) or self._rounded(meant, read)
             if self.surely_exact(read) and not torch.equal(made.dequantize(), meant):
                 raise Mismatch(f"{self.module.name}: values change, though its scales allow all")
             read.memo["recoded"] = kept = self, made
         found: QuantTensor = kept[1]
         return found
 
-    def _make(self, source: QuantTensor, read: Reader) -> QuantTensor:
+    def _cast(self, source: QuantTensor | Tensor, read: Reader) -> QuantTensor | None:
+        """What is made from codes, not from values; None if nothing is."""
+        if isinstance(source, Tensor):
+            return None
         match source.encoding, self.encoding:
             case Encoding.MXFP4, Encoding.MXFP8:
                 return change.mxfp4_to_mxfp8(source)
             case Encoding.MXFP4, Encoding.NVFP4:
-                return change.mxfp4_to_nvfp4(source, self.largest(read))
+                return change.mxfp4_to_nvfp4(source, self.exponent(read))
             case Encoding.MXFP4, Encoding.FP8_BLOCK:
-                return change.mxfp4_to_fp8(source, BLOCK)
-            case Encoding.NVFP4, Encoding.MXFP4:
-                return quantise.mxfp4(source.dequantize(), "mse")
-            case _, Encoding.FP8_BLOCK:
-                return quantise.fp8_tiles(source.dequantize(), BLOCK, powers=self.powers)
-        return quantise.fp8_rows(source.dequantize())
+                return change.mxfp4_to_fp8(source, self.block)
+        stays = source.encoding is self.encoding and change.are_powers(source.scales)
+        return source if stays else None
 
-    def largest(self, read: Reader) -> int:
-        """The largest exponent of the modules that share a global scale, NaN over zeros apart."""
-        kept = read.memo.get("largest")
-        if kept is None or kept[0] is not self.shared:
-            found = max(change.top(prepare(module, read)) for module in self.shared)
-            kept = self.shared, max(found, LEAST)
-            read.memo["largest"] = kept
-        return int(kept[1])
+    def _rounded(self, value: Tensor, read: Reader) -> QuantTensor:
+        match self.encoding:
+            case Encoding.NVFP4:
+                return quantise.nvfp4(value, self.factor(read), self.search)
+            case Encoding.MXFP4:
+                return quantise.mxfp4(value, self.search)
+            case Encoding.MXFP8:
+                return quantise.mxfp8(value)
+            case Encoding.FP8_BLOCK:
+                return quantise.fp8_tiles(value, self.block, powers=self.powers)
+            case Encoding.FP8_CHANNEL:
+                return quantise.fp8_rows(value)
+        return quantise.fp8_tensor(value, quantise.fp8_scale(self._largest(read)))
+
+    def factor(self, read: Reader) -> Tensor:
+        """NVFP4's global scale, `[]` float32."""
+        if self.module.encoding is Encoding.MXFP4:
+            return change.nvfp4_factor(self.exponent(read))
+        return quantise.nvfp4_factor(self._largest(read))
+
+    def exponent(self, read: Reader) -> int:
+        """MXFP4's largest exponent of those that share a global scale, NaN over zeros apart."""
+        found = self._shared(read, lambda m: float(change.top(prepare(m, read))))
+        return max(int(found), LEAST)
+
+    def _largest(self, read: Reader) -> Tensor:
+        """The largest magnitude of the modules that share a scale, `[]` float32."""
+        return torch.tensor(
+            self._shared(read, lambda m: float(meaning(source_of(m, read)).abs().max()))
+        )
+
+    def _shared(self, read: Reader, of: Callable[[Module], float]) -> float:
+        """The largest of a number that is found once for all that share a scale."""
+        kept: dict[int, float] = read.memo.setdefault("largest", {})
+        if id(self.shared) not in kept:
+            kept[id(self.shared)] = max(of(module) for module in self.shared)
+        return kept[id(self.shared)]
 
     def surely_exact(self, read: Reader) -> bool:
         """Whether the scales alone tell that every value stays."""
         source, target = self.module.encoding, self.encoding
+        if source is target:
+            return change.are_powers(read.tensor(self.module.scales))
         if (source, target) == (Encoding.MXFP4, Encoding.MXFP8):
             return True
         if source is not Encoding.MXFP4 or target not in EXACT[source]:
@@ -109,12 +144,15 @@ class Recoded:
         if (scales == 0).any():  # blocks of zeros, or numbers that no one counts on
             return False
         if target is Encoding.NVFP4:
-            return self.largest(read) - change.deep(scales) <= change.DEEP4
+            return self.exponent(read) - change.deep(scales) <= change.DEEP4
         return change.top(scales) - change.deep(scales) <= change.DEEP8
 
 
-def source_of(module: Module, read: Reader) -> QuantTensor:
-    """A module as its source has it; NaN scales over zeros are 0."""
+def source_of(module: Module, read: Reader) -> QuantTensor | Tensor:
+    """A module as its source has it, NaN scales over zeros being 0; `[N, K]` floats if it is not
+    quantised."""
+    if module.encoding is Encoding.UNQUANTISED:
+        return read.tensor(module.leaf("weight"))
     if module.encoding in (Encoding.MXFP4, Encoding.MXFP8):
         scales = prepare(module, read)
     else:
@@ -129,6 +167,11 @@ def source_of(module: Module, read: Reader) -> QuantTensor:
     return QuantTensor(module.encoding, codes, scales, factor, module.block)
 
 
+def meaning(source: QuantTensor | Tensor) -> Tensor:
+    """What `source_of` gives, as `[N, K]` float32."""
+    return source.float() if isinstance(source, Tensor) else source.dequantize()
+
+
 @dataclass(frozen=True)
 class Part:
     """One tensor of a recoded module, in place of stored bytes."""
@@ -140,11 +183,9 @@ class Part:
     def make(self, read: Reader) -> Tensor:
         """The tensor in its logical shape."""
         if self.role is Role.GLOBAL:
-            return change.nvfp4_factor(self.recoded.largest(read))
+            return self.recoded.factor(read)
         made = self.recoded.made(read)
-        if self.role is Role.CODES:
-            return made.codes
-        return _as(made.scales, self.dtype)
+        return made.codes if self.role is Role.CODES else _as(made.scales, self.dtype)
 
 
 def _as(scales: Tensor, dtype: torch.dtype) -> Tensor:
@@ -156,21 +197,10 @@ def _as(scales: Tensor, dtype: torch.dtype) -> Tensor:
     return scales.to(dtype)
 
 
-@dataclass(frozen=True)
-class Constant:
-    """A scalar that is made up."""
-
-    value: float
-
-    def make(self, read: Reader) -> Tensor:
-        """`[]` float32."""
-        return torch.tensor(self.value)
-
-
-def virtual(recoded: Recoded, scales_dtype: str, input_scale: float | None) -> Module:
+def virtual(recoded: Recoded, scales_dtype: str, input_scale: InputScale | None) -> Module:
     """A module whose parts are made when they are read.
 
-    scales_dtype: of FP8 tiles' scales.  input_scale: made up for NVFP4's activations.
+    scales_dtype: of FP8 tiles' scales.  input_scale: its activations', None where it has none.
     """
     module, encoding = recoded.module, recoded.encoding
     n, k = module.shape
@@ -178,34 +208,37 @@ def virtual(recoded: Recoded, scales_dtype: str, input_scale: float | None) -> M
     assert form is not None
     codes = ("U8", (n, k // 2)) if encoding in FOUR else ("F8_E4M3", (n, k))
     kinds: dict[Role, tuple[str, tuple[int, ...]]] = {Role.CODES: codes}
+    block = recoded.block if encoding is Encoding.FP8_BLOCK else None
     match encoding:
         case Encoding.NVFP4:
             kinds[Role.SCALES] = "F8_E4M3", (n, k // 16)
             kinds[Role.GLOBAL] = "F32", ()
         case Encoding.MXFP4 | Encoding.MXFP8:
             kinds[Role.SCALES] = "U8", (n, k // 32)
-        case Encoding.FP8_BLOCK:
-            kinds[Role.SCALES] = scales_dtype, (-(-n // BLOCK[0]), -(-k // BLOCK[1]))
-        case _:
+        case Encoding.FP8_TENSOR:
+            kinds[Role.SCALES] = "F32", ()
+        case Encoding.FP8_CHANNEL:
             kinds[Role.SCALES] = "F32", (n,)
+    if block:
+        kinds[Role.SCALES] = scales_dtype, (-(-n // block[0]), -(-k // block[1]))
     parts = {role: _part(recoded, role, *kind) for role, kind in kinds.items()}
-    if input_scale is not None and encoding is Encoding.NVFP4:
+    if input_scale is not None:
         parts[Role.INPUT] = replace(
             parts[Role.CODES], name=f"{module.name}.input_scale", dtype="F32", shape=(), nbytes=4,
-            made=Constant(input_scale),
+            made=input_scale,
         )  # fmt: skip
     if "bias" in module.leaves:
         parts[Role.BIAS] = module.leaf("bias")
     leaves = {form.leaf(role) or "bias": part for role, part in parts.items()}
-    block = BLOCK if encoding is Encoding.FP8_BLOCK else None
     return Module(module.name, encoding, module.shape, leaves, form, parts, block, module)
 
 
 def _part(recoded: Recoded, role: Role, dtype: str, shape: tuple[int, ...]) -> TensorInfo:
-    codes = recoded.module.codes
+    module = recoded.module
+    stored = module.parts.get(Role.CODES) or module.leaf("weight")
     return replace(
-        codes, name=f"{recoded.module.name}.{role}", dtype=dtype, shape=shape,
-        nbytes=bytes_of(dtype, shape), part_of=codes.stored_name, cut=None,
+        stored, name=f"{module.name}.{role}", dtype=dtype, shape=shape,
+        nbytes=bytes_of(dtype, shape), part_of=stored.stored_name, cut=None,
         made=Part(recoded, role, DTYPES[dtype]),
     )  # fmt: skip
 

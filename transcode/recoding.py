@@ -1,4 +1,4 @@
-"""Which modules change their encoding, and what that costs."""
+"""What changes of encoding cost, and how that is told."""
 
 from __future__ import annotations
 
@@ -8,18 +8,13 @@ from typing import Any
 
 from tqdm import tqdm
 
-from transcode.catalog import layouts_for
-from transcode.checkpoint import Checkpoint, Reader
-from transcode.errors import FormatError, LossError
+from transcode.checkpoint import Reader
+from transcode.errors import LossError
 from transcode.module import Module
-from transcode.names import address
-from transcode.producer import E8M0, Role
+from transcode.producer import Role
 from transcode.quant import Encoding
-from transcode.recode import EXACT, LOSSY, Part, Recoded, source_of, stored_dtype, virtual
-from transcode.recognise import quantization
-from transcode.sayable import adapted
-from transcode.stacking import fusion_of
-from transcode.stacks import GROUPS, Options, experts_of, siblings
+from transcode.recode import EXACT, Part, Recoded, meaning, source_of
+from transcode.stacks import GROUPS, Options
 
 
 @dataclass(frozen=True)
@@ -30,70 +25,6 @@ class Loss:
     changed: int
     blocks: int
     error: float
-
-
-def recoded(
-    checkpoint: Checkpoint, modules: Mapping[str, Module], options: Options
-) -> dict[str, Module]:
-    """All modules, those that the target has no word for in one of its encodings.
-
-    A target that names encodings gets modules as they are if any is in one of them, or it takes all
-    (`Target.whole`) the others too. FormatError where an encoding cannot become one of them.
-    """
-    form, kernel = options.form, options.kernel
-    wanted = form.target.encodings if form else kernel.encodings if kernel else ()
-    whole = form is not None and form.target.whole
-    quantised = {n: m for n, m in modules.items() if m.encoding is not Encoding.UNQUANTISED}
-    said = {n: (adapted(m, form) if form else m).encoding in wanted for n, m in quantised.items()}
-    if not wanted or not quantised or (any(said.values()) and not whole):
-        return dict(modules)
-    turned = {
-        n: _target(m, wanted, checkpoint, options)
-        for n, m in quantised.items()
-        if not said[n] and not (kernel and address(n).table)
-    }
-    together = _together(checkpoint, {n: quantised[n] for n in turned}, options)
-    scales = stored_dtype(modules)
-    powers = scales in E8M0 or quantization(checkpoint)[0].get("scale_fmt") == "ue8m0"
-    static = form is not None and form.quantises_inputs(Encoding.NVFP4)
-    found = dict(modules)
-    for module_name, encoding in turned.items():
-        one = Recoded(quantised[module_name], encoding, together[module_name], powers)
-        found[module_name] = virtual(one, scales, options.input_scale if static else None)
-    return found
-
-
-def _target(
-    module: Module, wanted: tuple[Encoding, ...], checkpoint: Checkpoint, options: Options
-) -> Encoding:
-    """The encoding of those wanted that a module may become, an exact one if there is any."""
-    for table in (EXACT, LOSSY):
-        for encoding in wanted:
-            if encoding in table.get(module.encoding, ()):
-                return encoding
-    name = options.form.target.name if options.form else options.layout.name
-    method = quantization(checkpoint)[0].get("quant_method")
-    said = f" (quant_method {method!r})" if method else ""
-    raise FormatError(
-        f"{module.name} is {module.encoding}{said}, which does not become {' or '.join(wanted)} "
-        f"here, as {name} has it{layouts_for([module.encoding])}"
-    )
-
-
-def _together(
-    checkpoint: Checkpoint, modules: Mapping[str, Module], options: Options
-) -> dict[str, tuple[Module, ...]]:
-    """By module, those that have one global scale with it in the target."""
-    fusion = fusion_of(checkpoint, options.form) if options.form else None
-    groups = list[tuple[Module, ...]]()
-    for experts in experts_of(modules).values():
-        for parts in (("gate", "up"), ("down",)):
-            rows = [tuple(e[p] for p in parts if p in e) for e in experts.values()]
-            one = fusion is not None and fusion.one_scalar
-            groups += [tuple(m for row in rows for m in row)] if one else rows
-    groups += [tuple(g) for g in siblings(checkpoint, modules, lambda m: True)]
-    found = {m.name: group for group in groups for m in group}
-    return {name: found.get(name, (module,)) for name, module in modules.items()}
 
 
 def parts(modules: Mapping[str, Module]) -> Iterator[tuple[str, Recoded]]:
@@ -115,12 +46,12 @@ def judge(modules: Mapping[str, Module], options: Options, read: Reader) -> dict
         else:
             found[name] = measured(one, read)
     lost = [name for name, loss in found.items() if loss.changed]
-    if lost and (options.exact or not options.lossy):
+    if lost and (options.exact or not options.recipe.lossy):
         worst = max(lost, key=lambda name: found[name].error)
         source, target = changing[worst].module.encoding, changing[worst].encoding
         blocks = sum(found[name].changed for name in lost)
         every = sum(loss.blocks for loss in found.values())
-        said = "--exact refuses that" if options.lossy else "--lossy allows it"
+        said = "--exact refuses that" if options.recipe.lossy else "--lossy allows it"
         raise LossError(
             f"{source} to {target} changes {blocks} of {every} blocks in {len(lost)} matrices, by "
             f"{found[worst].error:.2%} of the norm in {worst}; {said}"
@@ -152,7 +83,11 @@ def summary(losses: Mapping[str, Loss], modules: Mapping[str, Module]) -> list[d
 
 def told(losses: Mapping[str, Loss], modules: Mapping[str, Module]) -> Iterator[str]:
     """The same as notes, and input scales that are gone."""
-    dropped = [name for name in losses if (was := modules[name].was) and Role.INPUT in was.parts]
+    dropped = [
+        name
+        for name in losses
+        if (was := modules[name].was) and Role.INPUT in {*was.parts} - {*modules[name].parts}
+    ]
     if dropped:
         yield f"{len(dropped)} input scales of the source's encoding are left out ({dropped[0]})"
     for entry in summary(losses, modules):
@@ -176,7 +111,7 @@ def _lossless(encoding: Encoding) -> str:
 
 def measured(one: Recoded, read: Reader) -> Loss:
     """Compare a module in its new encoding with the source, value by value."""
-    source, made = source_of(one.module, read).dequantize(), one.made(read).dequantize()
+    source, made = meaning(source_of(one.module, read)), one.made(read).dequantize()
     columns = GROUPS.get(one.module.encoding, source.shape[1])
     changed = (source != made).reshape(source.shape[0], -1, columns).any(-1)
     error, norm = float((source - made).double().norm()), float(source.double().norm())

@@ -51,8 +51,7 @@ def rewrite_report(checkpoint: Checkpoint, job: Job, companions: Sequence[str]) 
         "options": {
             "unify": plan.options.unify,
             "exact": plan.options.exact,
-            "lossy": plan.options.lossy,
-            "input_scale": plan.options.input_scale,
+            "encodings": plan.options.recipe.asked(),
             **form.asked(),
             "shard_size": plan.options.shard_size,
         },
@@ -170,6 +169,8 @@ def _changed(job: Job, rescaled: Mapping[str, Any]) -> Iterator[str]:
     instead = [d for d in job.unified.decisions if d.how == "rescale"]
     if instead and job.plan.options.unify == "fold":
         yield f"{len(instead)} groups are rescaled, not folded: {instead[0].why}"
+    if job.unified.requantised:
+        yield f"codes of {len(job.unified.requantised)} FP8 matrices rounded again, to one scale"
     if job.unified.multiplier:
         yield (
             f"block scales of {len(job.unified.multiplier)} matrices rounded again: "

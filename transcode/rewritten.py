@@ -8,10 +8,11 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from transcode.checkpoint import DTYPES, Reader
+from transcode.checkpoint import DTYPES
 from transcode.errors import FormatError, LossError
 from transcode.fold import scaled
 from transcode.header import TensorInfo
+from transcode.inputs import divides, input_factor
 from transcode.job import Job
 from transcode.module import Module
 from transcode.output import Output, Recipe
@@ -19,6 +20,7 @@ from transcode.outputs import KEPT, SCALARS, base_of
 from transcode.producer import E8M0, Fusion, Leaf, Role
 from transcode.quant import QuantTensor, exponents, powers
 from transcode.settle_e4m3 import prepare
+from transcode.unify_fp8 import requantised
 
 
 def direct(output: Output, job: Job) -> TensorInfo | None:
@@ -34,6 +36,8 @@ def direct(output: Output, job: Job) -> TensorInfo | None:
         part.cut
         or part.made
         or part.name in job.unified.scaled
+        or (recipe.role is Role.SCALES and module.name in job.unified.own)
+        or (recipe.role is Role.CODES and module.name in job.unified.requantised)
         or not _same(part.dtype, output.dtype)
     ):
         return None
@@ -81,7 +85,11 @@ def _one(recipe: Recipe, output: Output, job: Job) -> Tensor:
         worst = float(values.max() / values.min())
         if recipe.role is Role.INPUT and job.plan.options.unify != "keep":
             return values.max()
-        how = "--unify rescale makes them one" if recipe.role in KEPT else "leave out --fused"
+        how = (
+            "--unify rescale makes them one"
+            if recipe.role in (*KEPT, Role.SCALES)
+            else "leave out --fused"
+        )
         raise LossError(
             f"{output.name}: one scalar for all experts, theirs differ {worst:.4g}-fold; {how}"
         )
@@ -101,6 +109,11 @@ def value(recipe: Recipe, module: Module, dtype: str, job: Job) -> Tensor:
             return job.read.tensor(own) if own else torch.tensor(float("nan"))
         case Role.SCALES if _prepared(module, leaf, job):
             return prepare(module, job.unified, job.read)
+        case Role.SCALES if module.name in job.unified.own:
+            return _cast(job.unified.own[module.name], module.scales, dtype)
+        case Role.CODES if module.name in job.unified.requantised:
+            ratio = job.unified.requantised[module.name]
+            return requantised(job.read.tensor(module.codes), ratio)
     info = module.parts[role]
     value = job.read.tensor(info)
     if factor := job.unified.scaled.get(info.name):
@@ -158,19 +171,6 @@ def turns(module: Module, role: Role, leaf: Leaf, job: Job) -> bool:
         return module.name not in job.filled
     owned = unified.owner.get(module.name, module.name) == module.name
     return owned and not unified.scalars[module.name].zero
-
-
-def input_factor(module: Module, read: Reader) -> Tensor:
-    """A module's input scale as a factor, float32 `[]`."""
-    stored = read.tensor(module.parts[Role.INPUT]).float()
-    return 1.0 / stored if divides(module, Role.INPUT) else stored
-
-
-def divides(module: Module, role: Role) -> bool:
-    """Whether its scalar is a divisor; DeepSeek's `activation_scale`, which no format lists, is
-    none."""
-    leaf = module.written.leaves.get(role)
-    return leaf is not None and leaf.divisor
 
 
 def _turned(module: Module, role: Role, stored: Tensor, leaf: Leaf, job: Job) -> Tensor:

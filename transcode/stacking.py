@@ -7,6 +7,7 @@ from math import prod
 
 from transcode.checkpoint import Checkpoint
 from transcode.errors import FormatError
+from transcode.fused import plainly
 from transcode.module import Module
 from transcode.names import address, family, natural
 from transcode.producer import Form, Fusion, Role, Shape
@@ -35,15 +36,7 @@ def fusion_of(checkpoint: Checkpoint, form: Form) -> Fusion | None:
     own = family(model_type).fused
     if own is None:
         raise FormatError(f"--fused: {model_type!r} keeps its BF16 experts one by one")
-    return Fusion(
-        own.gate_up.removeprefix("experts."),
-        own.down.removeprefix("experts."),
-        {Role.CODES: "", Role.BIAS: "_bias"},
-        {},
-        own.transposed,
-        own.interleaved,
-        beside=not own.gate_up.startswith("experts."),
-    )
+    return plainly(own)
 
 
 def containers(

@@ -20,6 +20,7 @@ from transcode.module import Module
 from transcode.names import address, family
 from transcode.producer import Form
 from transcode.quant import Encoding
+from transcode.recipe import AS_THEY_ARE, EncodingRecipe
 from transcode.spec import Layout, Padded
 
 COUNTS = ("num_experts", "n_routed_experts", "num_local_experts", "moe_num_experts")
@@ -30,8 +31,7 @@ COUNTS = ("num_experts", "n_routed_experts", "num_local_experts", "moe_num_exper
 class Options:
     """What the user asked for: a kernel's layout, or another form of the checkpoint.
 
-    lossy: whether values may change where an encoding does.
-    input_scale: of modules that are made NVFP4 with FP4 activations; None for 16-bit activations.
+    recipe: what is asked of encodings.
     """
 
     kernel: Layout | None
@@ -41,8 +41,7 @@ class Options:
     tp: int = 1
     shard_size: int = 5_000_000_000
     form: Form | None = None
-    lossy: bool = False
-    input_scale: float | None = 1.0
+    recipe: EncodingRecipe = AS_THEY_ARE
 
     @property
     def layout(self) -> Layout:

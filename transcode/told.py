@@ -60,6 +60,7 @@ def tell(
         experts=dict(_experts(modules)),
         kv=kv,
         source=quantization(checkpoint)[0],
+        powers=form.target.powers,
     )
 
 

@@ -62,6 +62,8 @@ class Unified:
     scaled: factors of tensors that are carried or permuted but take part in a fold.
     folds: down projections by name, and the factor that moved into them.
     owner: the module of a group whose scalar all its members have.
+    own: scales of FP8 modules in place of the stored ones.  requantised: what codes of those are
+    multiplied with and rounded.
     """
 
     scalars: Mapping[str, Scalars]
@@ -72,6 +74,8 @@ class Unified:
     decisions: tuple[Decision, ...]
     warnings: tuple[str, ...]
     owner: Mapping[str, str] = field(default_factory=dict)
+    own: Mapping[str, Tensor] = field(default_factory=dict)
+    requantised: Mapping[str, float] = field(default_factory=dict)
 
 
 def read_scalars(module: Module, read: Reader) -> Scalars:

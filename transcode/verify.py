@@ -31,6 +31,7 @@ from transcode.pack import members, padded_codes, pieces, raw_bytes
 from transcode.packed_config import quantization_config
 from transcode.plan import Plan
 from transcode.producer import Form
+from transcode.recipe import EncodingRecipe
 from transcode.report import COMPLETE, report
 from transcode.rewrite_report import rewrite_report
 from transcode.rewritten import direct
@@ -74,7 +75,7 @@ def options_of(target: Path, written: Any) -> Options:
             )
         options = written["options"]
         unify, exact, tp = options["unify"], options["exact"], options["tp"]
-        lossy = bool(options["lossy"])
+        recipe = EncodingRecipe.of(options["encodings"])
         dtype = written["activation_dtype"]
     except (KeyError, TypeError) as error:
         raise FormatError(f"{target}: its config is not this program's: {error!r}") from None
@@ -82,7 +83,7 @@ def options_of(target: Path, written: Any) -> Options:
         raise FormatError(f"{target}: activation_dtype {dtype!r}, unify {unify!r}: unknown options")
     if type(tp) is not int or not 1 <= tp <= HIGHEST or type(exact) is not bool:
         raise FormatError(f"{target}: tp {tp!r}, exact {exact!r}: unknown options")
-    return Options(made, dtype, unify, exact, tp, lossy=lossy)
+    return Options(made, dtype, unify, exact, tp, recipe=recipe)
 
 
 def form_options(checkpoint: Checkpoint, target: Path) -> Options:
@@ -92,16 +93,14 @@ def form_options(checkpoint: Checkpoint, target: Path) -> Options:
     name = done.get("format")
     if name not in targets() or not isinstance(told, dict):
         raise FormatError(f"{target}: no {REPORT} of a conversion: not written by transcode")
-    keys = ("fused", "drop_kv_scales", "fill_input_scale", "exact", "lossy")
+    keys = ("fused", "drop_kv_scales", "fill_input_scale", "exact")
     if any(type(told.get(key)) is not bool for key in keys) or told.get("unify") not in UNIFY:
         raise FormatError(f"{target}: {REPORT}: unknown options")
-    given = told.get("input_scale")
-    if given is not None and type(given) is not float:
-        raise FormatError(f"{target}: {REPORT}: input_scale {given!r}")
-    fused, drop_kv, fill_input, exact, lossy = (bool(told[key]) for key in keys)
+    recipe = EncodingRecipe.of(told.get("encodings", {}))
+    fused, drop_kv, fill_input, exact = (bool(told[key]) for key in keys)
     form = Form(*targets()[name], fused, drop_kv, fill_input)
     dtype = activation_dtype(checkpoint)
-    return Options(None, dtype, told["unify"], exact, form=form, lossy=lossy, input_scale=given)
+    return Options(None, dtype, told["unify"], exact, form=form, recipe=recipe)
 
 
 def _headers(root: Path, plan: Plan, found: dict[str, TensorInfo]) -> Iterator[str]:

@@ -1,0 +1,50 @@
+"""What part of a model a module is, by its name: the words that rules may use instead of globs."""
+
+from __future__ import annotations
+
+import re
+
+from transcode.names import address
+
+GROUPS = (
+    "experts", "shared_experts", "attention", "mlp", "lm_head", "embeddings", "mtp", "vision",
+)  # fmt: skip
+
+SENSES = re.compile(
+    r"vis(ion|ual)|(^|\.)(vit|vpm|mlp1)(\.|$)|audio|speech|image|img_|projector|resampler|merger"
+)
+"""Modules that see or hear, and what leads from them into the language model."""
+
+ATTENTION = re.compile(r"(^|\.)(\w*attn|attention|linear_attn|self_attention|delta_net)(\.|$)")
+INDEXERS = re.compile(r"(^|\.)(indexer|compressor)(\.|$)")
+ROUTERS = ("gate", "router", "shared_expert_gate", "wg", "ffn_gate")
+HEADS = ("lm_head", "head", "output", "embed_out")
+FUSED_MLP = ("gate_up_proj", "fc1", "fc2", "c_fc", "dense_h_to_4h", "dense_4h_to_h")
+MLPS = re.compile(r"(^|\.)(mlp|ffn|feed_forward|block_sparse_moe|moe|mixer)(\.|$)")
+
+
+def group(name: str, layers: int) -> str:
+    """The group of a module, "" for what is in none: routers, indexers, norms, convolutions.
+
+    layers: how many the model has; what is numbered from there on predicts further tokens (MTP).
+    """
+    where = address(name)
+    if SENSES.search(name):
+        return "vision"
+    if where.draft or (layers and where.layer is not None and where.layer >= layers):
+        return "mtp"
+    if where.table:
+        return "embeddings"
+    if where.leaf in HEADS and where.layer is None:
+        return "lm_head"
+    if where.leaf in ROUTERS or INDEXERS.search(name):
+        return ""
+    if where.expert is not None:
+        return "experts"
+    if where.shared:
+        return "shared_experts"
+    if ATTENTION.search(where.parent):
+        return "" if "conv" in where.leaf else "attention"
+    if where.projection or (where.leaf in FUSED_MLP and MLPS.search(name)):
+        return "mlp"
+    return ""
