@@ -38,6 +38,8 @@ class Kind:
     prepare: Callable[[Runtime, Any, Tensors, torch.dtype], Tensors]
     cases: Sequence[Case]
     dtypes: tuple[str, ...] = ("bf16",)
+    by: str = ""
+    """The runtime whose functions they are, where the file has answers of several."""
 
     def answers(self, runtime: Runtime) -> Tensors:
         """What goes into and comes out of every case, by key."""
@@ -86,18 +88,21 @@ class GoldenFile:
 
     def answers(self, runtime: Runtime) -> Tensors:
         """Every tensor of the file, as one version of the runtime makes it."""
-        return {key: value for kind in self.kinds for key, value in kind.answers(runtime).items()}
+        kinds = [kind for kind in self.kinds if kind.by in ("", runtime.name)]
+        return {key: value for kind in kinds for key, value in kind.answers(runtime).items()}
 
     def make(self, versions: Sequence[Runtime]) -> Tensors:
         """Every tensor of the file; stop unless all versions give the same bytes."""
-        first, *others = versions
-        expected = self.answers(first)
-        for runtime in others:
+        expected: Tensors = {}
+        for runtime in versions:
             found = self.answers(runtime)
-            if found.keys() != expected.keys():
+            kinds = {key.partition(".")[0] for key in found}
+            before = {key for key in expected if key.partition(".")[0] in kinds}
+            if before and found.keys() != before:
                 raise SystemExit(f"{runtime} shares other tensors among the dtypes: {self.name}")
-            if wrong := [key for key in expected if not same(expected[key], found[key])]:
+            if wrong := [key for key in before if not same(expected[key], found[key])]:
                 raise SystemExit(f"{runtime} gives other bytes: {self.name}: {', '.join(wrong)}")
+            expected |= found
         return expected
 
     def keys(self) -> str:
@@ -112,27 +117,33 @@ class GoldenFile:
         )
 
     def provenance(self, versions: Sequence[Runtime], repack: str) -> dict[str, object]:
-        """Where the bytes come from, in words; `repack` tells of the operator's stand-in."""
-        name = versions[0].name
+        """Where the bytes come from, in words; `repack` tells of Marlin's operator's stand-in."""
+        by_name: dict[str, list[str]] = {}
+        for runtime in versions:
+            by_name.setdefault(runtime.name, []).append(runtime.wheel.version)
+        names = " and ".join(f"{name}'s" for name in by_name)
+        several = any(len(of_one) > 1 for of_one in by_name.values())
         agreement = {"agreement": "all these versions gave the same bytes"}
         return {
-            "made_by": f"scripts/golden.py, on the CPU, from the Python files of {name}'s wheels",
-            name.lower(): [runtime.wheel.version for runtime in versions],
-            **(agreement if len(versions) > 1 else {}),
+            "made_by": f"scripts/golden.py, on the CPU, from the Python files of {names} wheels",
+            **{name.lower(): of_one for name, of_one in by_name.items()},
+            **(agreement if several else {}),
             "torch": torch.__version__,
             "functions": {kind.name: kind.functions for kind in self.kinds},
-            "repack": repack,
+            **({"repack": repack} if repack else {}),
             "keys": self.keys(),
             "in": self.inputs,
             "sha256": {
                 runtime.wheel.version: {
-                    module: runtime.wheel.digest(module) for module in self.driven
+                    module: runtime.wheel.digest(module)
+                    for module in self.driven
+                    if module in runtime.modules
                 }
                 for runtime in versions
             },
         }
 
-    def write(self, folder: Path, versions: Sequence[Runtime], repack: str) -> str:
+    def write(self, folder: Path, versions: Sequence[Runtime], repack: str = "") -> str:
         """Make the file in a folder; say how large it became."""
         tensors = self.make(versions)
         path = folder / f"{self.name}.safetensors"

@@ -36,9 +36,14 @@ class Wheel:
         (info,) = (name for name in names if name.endswith(".dist-info"))
         return info.removesuffix(".dist-info").partition("-")[2]
 
+    def is_package(self, module: str) -> bool:
+        """Whether a module is a folder."""
+        return (self.root / f"{module.replace('.', '/')}/__init__.py").is_file()
+
     def source(self, module: str) -> str:
         """The source text of a module."""
-        return (self.root / f"{module.replace('.', '/')}.py").read_text(encoding="utf-8")
+        file = module.replace(".", "/") + ("/__init__" if self.is_package(module) else "")
+        return (self.root / f"{file}.py").read_text(encoding="utf-8")
 
     def digest(self, module: str) -> str:
         """The SHA-256 of a module's source text."""
@@ -53,8 +58,8 @@ class Runtime:
     wheel: Wheel
     modules: Mapping[str, Any]
     """The driven modules, and stand-ins with settings that a driven one reads."""
-    repack: Callable[..., Tensor]
-    """What stands for the CUDA operator."""
+    repack: Callable[..., Tensor] | None = None
+    """What stands for Marlin's CUDA operator, where it is driven."""
 
     def __str__(self) -> str:
         """Its name and version."""
@@ -83,7 +88,8 @@ class WheelImporter(MetaPathFinder, Loader):
         """Claim everything that belongs to the package."""
         if name.partition(".")[0] != self.package:
             return None
-        return ModuleSpec(name, self, is_package=name not in self.driven)
+        driven = name in self.driven
+        return ModuleSpec(name, self, is_package=not driven or self.wheel.is_package(name))
 
     def create_module(self, spec: ModuleSpec) -> ModuleType | None:
         """An ordinary module for a driven one, a stand-in for the others."""
@@ -106,4 +112,15 @@ def importing(wheel: Wheel, package: str, driven: Sequence[str]) -> Iterator[Non
     finally:
         sys.meta_path.remove(importer)
         for name in [name for name in sys.modules if name.partition(".")[0] == package]:
+            del sys.modules[name]
+
+
+@contextmanager
+def present(modules: Mapping[str, ModuleType]) -> Iterator[None]:
+    """Let functions that import as they run find these modules, and no others of their packages."""
+    sys.modules.update(modules)
+    try:
+        yield
+    finally:
+        for name in modules:
             del sys.modules[name]
