@@ -13,7 +13,8 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from transcode import quantise
-from transcode.quant import QuantTensor, unpack_nibbles
+from transcode.encode import tiles
+from transcode.quant import Encoding, QuantTensor, unpack_nibbles
 
 GOLDEN = Path(__file__).parent / "golden"
 TILE = (128, 128)
@@ -117,3 +118,28 @@ def test_powers_of_two_are_powers_of_two_and_never_saturate() -> None:
     assert made.scales[0, 0] == 8
     assert made.scales[1, 2] == 8
     assert error(made, weight) < 0.03
+
+
+def test_powers_of_two_are_vllms_requantisation() -> None:
+    """But for what vLLM clamps (below 1e-4), and one scale an ulp above a power of two, which its
+    logarithm rounds down: 448 covers both."""
+    golden = load_file(GOLDEN / "ue8m0_requant.safetensors")
+    tails = ("in.weight", "in.weight_scale_inv", "out.weight", "out.weight_scale_inv")
+    cases = {key.rpartition(".in.")[0] for key in golden if key.startswith("vllm.")} - {""}
+    assert len(cases) == 4
+    for case in cases:
+        code, scale, wanted, wanted_scale = (golden[f"{case}.{tail}"] for tail in tails)
+        for e in range(len(code) if code.dim() == 3 else 1):
+            one = [t[e] if code.dim() == 3 else t for t in (code, scale, wanted, wanted_scale)]
+            value = QuantTensor(Encoding.FP8_BLOCK, one[0], one[1], None, TILE).dequantize()
+            made = quantise.fp8_tiles(value, TILE, powers=True)
+            largest = tiles(value.abs(), TILE).amax((-1, -2))
+            mantissa, _ = torch.frexp(largest / 448)
+            same = (largest >= 1e-4) & ((mantissa == 0.5) | (mantissa > 0.5 + 2.0**-23))
+            assert same.sum() >= same.numel() - 3
+            assert torch.equal(made.scales[same], one[3][same])
+            spread = same.repeat_interleave(128, 0).repeat_interleave(128, 1)
+            spread = spread[: value.shape[0], : value.shape[1]]
+            assert torch.equal(
+                made.codes.view(torch.uint8)[spread], one[2].view(torch.uint8)[spread]
+            )

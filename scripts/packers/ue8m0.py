@@ -97,7 +97,9 @@ FILE = GoldenFile(
     "weight float8_e4m3fn [N, K] or [E, N, K]; weight_scale_inv float32, a factor in spite of its "
     "name, per block of 128x128; out: the same with powers of two",
     (
-        Kind("vllm", f"{vllm_blackwell.FP8}.requant_weight_ue8m0_inplace", by_vllm, CASES, by="vLLM"),
+        Kind(
+            "vllm", f"{vllm_blackwell.FP8}.requant_weight_ue8m0_inplace", by_vllm, CASES, by="vLLM"
+        ),
         Kind(
             "sglang",
             f"{sglang_blackwell.FP8}: block_quant_dequant and quant_weight_ue8m0, which are "
