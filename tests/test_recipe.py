@@ -46,6 +46,8 @@ NAMES = [
     ("model.layers.0.block_sparse_moe.gate", ""),
     ("model.layers.0.self_attn.indexer.wq_b", ""),
     ("model.layers.0.linear_attn.conv1d", ""),
+    ("model.layers.0.linear_attn.in_proj_ba", ""),
+    ("model.layers.0.self_attn.kv_b_proj", ""),
 ]
 
 

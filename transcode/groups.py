@@ -18,13 +18,15 @@ SENSES = re.compile(
 ATTENTION = re.compile(r"(^|\.)(\w*attn|attention|linear_attn|self_attention|delta_net)(\.|$)")
 INDEXERS = re.compile(r"(^|\.)(indexer|compressor)(\.|$)")
 ROUTERS = ("gate", "router", "shared_expert_gate", "wg", "ffn_gate")
+UNPACKED = ("kv_b_proj", "in_proj_b", "in_proj_a", "in_proj_ba")
+"""Linears that runtimes take apart, or have no quantised kernel for."""
 HEADS = ("lm_head", "head", "output", "embed_out")
 FUSED_MLP = ("gate_up_proj", "fc1", "fc2", "c_fc", "dense_h_to_4h", "dense_4h_to_h")
 MLPS = re.compile(r"(^|\.)(mlp|ffn|feed_forward|block_sparse_moe|moe|mixer)(\.|$)")
 
 
 def group(name: str, layers: int) -> str:
-    """The group of a module, "" for what is in none: routers, indexers, norms, convolutions.
+    """The group of a module, "" for what is in none: routers, indexers, convolutions, kv_b_proj.
 
     layers: how many the model has; what is numbered from there on predicts further tokens (MTP).
     """
@@ -44,7 +46,7 @@ def group(name: str, layers: int) -> str:
     if where.shared:
         return "shared_experts"
     if ATTENTION.search(where.parent):
-        return "" if "conv" in where.leaf else "attention"
+        return "" if "conv" in where.leaf or where.leaf in UNPACKED else "attention"
     if where.projection or (where.leaf in FUSED_MLP and MLPS.search(name)):
         return "mlp"
     return ""

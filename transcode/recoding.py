@@ -45,6 +45,9 @@ def judge(modules: Mapping[str, Module], options: Options, read: Reader) -> dict
             found[name] = Loss(0, n * k // GROUPS.get(one.module.encoding, k), 0.0)
         else:
             found[name] = measured(one, read)
+        certain = one.module.encoding is Encoding.UNQUANTISED and not options.recipe.lossy
+        if certain and found[name].changed:
+            break  # more of it tells no more
     lost = [name for name, loss in found.items() if loss.changed]
     if lost and (options.exact or not options.recipe.lossy):
         worst = max(lost, key=lambda name: found[name].error)
