@@ -552,7 +552,8 @@ def test_a_trouble_is_found_once_it_is_there(
     assert [f.level for f in found] == sorted((f.level for f in found), key=LEVELS.index)
 
 
-APART = ("tensor-parallel", "left-out", "form-not-loaded")  # the last has a test of its own
+APART = ("tensor-parallel", "left-out", "form-not-loaded", "expert-order-assumed", "tp-misfit")
+"""Not faults, or of tests of their own."""
 
 
 def quiet(folder: Path) -> list[Finding]:
@@ -593,6 +594,9 @@ KNOWN_FAULTS = {
         "FAILS", "fused-scales", "model.layers.0.feed_forward.experts.down_proj_weight_scale",
         "4 fused block scales",
     ),
+    "hf_fp8ops_qwen3moe": (
+        "WRONG", "unlisted", "model.layers.0.mlp.gate", "vLLM builds qwen3_moe's router",
+    ),
     "pair_cast_mxfp4_to_nvfp4_gptoss": (
         "WRONG", "expert-down-bias", DOWN, "stored in model.layers.0.mlp.experts.down_proj",
     ),
@@ -602,15 +606,16 @@ KNOWN_FAULTS = {
 @pytest.mark.parametrize("folder", DATA, ids=lambda folder: folder.name)
 def test_the_producers_own_checkpoints_are_sound_but_for_known_faults(folder: Path) -> None:
     found = quiet(folder)
+    if "nvfp4" not in folder.name:
+        note = found.pop()
+        assert (note.level, note.code) == ("NOTE", "not-judged")
+        assert "only scales that are no numbers are found; found " in note.message
     if folder.name in KNOWN_FAULTS:
         *wanted, words = KNOWN_FAULTS[folder.name]
         assert [[f.level, f.code, f.where] for f in found] == [wanted]
         assert words in found[0].message
-    elif "nvfp4" in folder.name:
-        assert not found
     else:
-        assert [(f.level, f.code) for f in found] == [("NOTE", "not-judged")]
-        assert "check judges NVFP4 values only; found " in found[0].message
+        assert not found
 
 
 def drawn(*shape: int, dtype: torch.dtype = torch.uint8) -> Tensor:
@@ -669,7 +674,10 @@ FOREIGN: dict[str, tuple[Spec, Change]] = {
         Spec(CT, "llama", attention="bf16", gate_up="bf16", down="bf16"),
         without("quantization_config"),
     ),
-    "deepseek-fp8": (ALL_FP8_BLOCK, fp8_native()),
+    "deepseek-fp8": (
+        ALL_FP8_BLOCK,
+        fp8_native(modules_to_not_convert=[f"model.layers.{i}.mlp.gate" for i in (0, 1)]),
+    ),
     "deepseek-v4": (
         Spec(model_type="deepseek_v4"),
         both(lambda folder: edit(folder, native_experts), fp8_native(scale_fmt="ue8m0")),
@@ -727,6 +735,7 @@ ODD_KINDS = {
     "modelopt-nvfp4-awq": ["pre-quant-scale", "algorithm-unknown"],
     "modelopt-w4a8": ["w4a8", "algorithm-unknown"],
     "ct-fp8": ["kv-spelling"],
+    "fp8-mxfp8": ["unlisted"],  # Qwen3-MoE without a list: vLLM quantises the router
 }
 
 
@@ -910,7 +919,7 @@ def test_the_command_prints_a_line_each_and_exits_with_3_where_it_must(tmp_path:
     build(folder, Spec(layers=1))
     sound = run("check", folder)
     assert sound.code == 0
-    assert sound.out.splitlines()[-1].startswith(f"{folder}: 0 WRONG, 0 FAILS, 0 WEAK, 1 NOTE; ")
+    assert sound.out.splitlines()[-1].startswith(f"{folder}: 0 WRONG, 0 FAILS, 1 WEAK, 2 NOTE; ")
     on(QKV + "k_proj.weight_scale_2", times(2))(folder)
     ran = run("check", folder, "--for", "sglang")
     assert ran.code == 3

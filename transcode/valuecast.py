@@ -16,13 +16,18 @@ from math import prod
 import torch
 from torch import Tensor
 
-from transcode.checkpoint import DTYPES
+from transcode.checkpoint import DTYPES, Reader
+from transcode.errors import FormatError
 from transcode.header import TensorInfo
+from transcode.module import Module
 from transcode.producer import FLOATS
-from transcode.quant import exponents, powers
+from transcode.quant import Encoding, exponents, powers
 
 LEAST, NAN = 64, 255
 """The smallest byte that is taken for an exponent; E8M0's NaN."""
+
+FROM_BYTES = (132, 135)
+"""E8M0 bytes of 2^5 to 2^8: what float8_e8m0fnu makes of the numbers 24 to 255."""
 
 PAIRS = (
     (".weight_packed", ".weight_scale"),
@@ -70,6 +75,34 @@ def held(scales: Tensor) -> Held:
         return Held.BYTES
     mantissas = torch.frexp(live)[0]
     return Held.POWERS if (mantissas == 0.5).all() else Held.NUMBERS
+
+
+def lost(module: Module, scales: Tensor, read: Reader) -> str:
+    """How a cast by value has destroyed E8M0 scales, "" if they may be true."""
+    byte = scales.view(torch.uint8)
+    least, most = (int(byte.min()), int(byte.max())) if byte.numel() else (1, 1)
+    if FROM_BYTES[0] <= least and most <= FROM_BYTES[1]:
+        told = f"exponents of 2^{least - 127} to 2^{most - 127}, which no weight has"
+        return f"{told}: bytes that were cast to E8M0 by value"
+    if most == 0:
+        raw = read.tensor(module.codes).view(torch.uint8)
+        magnitudes = 0x77 if module.encoding is Encoding.MXFP4 else 0x7F
+        if (raw & magnitudes).any():
+            return "all exponents are 0 (2^-127): powers of two that were cast to bytes by value"
+    return ""
+
+
+def require_meant(module: Module, scales: Tensor, read: Reader) -> None:
+    """Raise FormatError for scales that a cast by value has made of exponents."""
+    if scales.element_size() == 1:
+        how = lost(module, scales, read)
+        if how:
+            raise FormatError(f"{module.scales}: {how}")
+    elif scales.numel() > 1 and held(scales) is Held.BYTES:
+        raise FormatError(
+            f"{module.scales}: holds {float(scales.max()):g}: exponents' bytes that were cast by "
+            "value; transcode check --fix turns them back"
+        )
 
 
 @dataclass(frozen=True)

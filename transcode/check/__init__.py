@@ -40,7 +40,7 @@ from transcode.quant import Encoding
 from transcode.recognise import recognise
 from transcode.stacks import packable
 
-__all__ = ["LEVELS", "Finding", "examine", "verdict"]
+__all__ = ["LEVELS", "Finding", "concerning", "examine", "verdict"]
 
 MARLIN = "marlin-nvfp4"
 
@@ -57,8 +57,12 @@ def examine(src: Path, runtime: str | None, *, codes: bool = False) -> list[Find
         found = [Finding("FAILS", "unsound", src.resolve().name, str(error))]
     else:
         found = [*_judge(checkpoint, codes=codes)]
-    concerning = [f for f in found if runtime in (None, *f.runtimes) or not f.runtimes]
-    return sorted(concerning, key=lambda f: LEVELS.index(f.level))
+    return sorted(concerning(found, runtime), key=lambda f: LEVELS.index(f.level))
+
+
+def concerning(findings: Sequence[Finding], runtime: str | None) -> list[Finding]:
+    """Those that concern a runtime, or all for None."""
+    return [f for f in findings if runtime in (None, *f.runtimes) or not f.runtimes]
 
 
 def verdict(findings: Sequence[Finding], runtime: str | None) -> str:

@@ -18,13 +18,12 @@ from transcode.names import natural
 from transcode.producer import E8M0, FLOATS, Role
 from transcode.quant import Encoding
 from transcode.valuecast import Held, by_32, held, suspects
+from transcode.valuecast import lost as gone
 
 OTHERS = (
     Encoding.MXFP4, Encoding.MXFP8, Encoding.FP8_TENSOR, Encoding.FP8_CHANNEL, Encoding.FP8_BLOCK,
 )  # fmt: skip
 NAN = 255
-CAST = (132, 135)
-"""E8M0 bytes of 2^5 to 2^8: what float8_e8m0fnu makes of the numbers 24 to 255."""
 
 AGAIN = "what they were is lost: take the tensor from the original again"
 
@@ -42,7 +41,7 @@ def of_scales(
         scales = read.tensor(module.scales)
         if text := _bad(scales, module.scales.dtype in E8M0):
             bad[module.scales.name] = text
-        elif module.scales.dtype in E8M0 and (text := _lost(module, scales, read)):
+        elif module.scales.dtype in E8M0 and (text := gone(module, scales, read)):
             lost[module.scales.name] = text
         if codes and module.codes.dtype == "F8_E4M3":
             raw = read.tensor(module.codes).view(torch.uint8)
@@ -76,22 +75,6 @@ def _bad(scales: Tensor, exponents: bool) -> str:
     wrong = ~(values.isfinite() & (values >= 0))
     count = int(wrong.sum())
     return f"{many(count, 'scale')} not finite and >= 0 ({values[wrong][0]:g})" if count else ""
-
-
-def _lost(module: Module, scales: Tensor, read: Reader) -> str:
-    """Exponents that a cast by value has destroyed, "" if they may be true."""
-    byte = scales.view(torch.uint8)
-    if not byte.numel():
-        return ""
-    least, most = int(byte.min()), int(byte.max())
-    if CAST[0] <= least and most <= CAST[1]:
-        told = f"exponents of 2^{least - 127} to 2^{most - 127}, which no weight has"
-        return f"{told}: bytes that were cast to E8M0 by value"
-    if most == 0:
-        raw = read.tensor(module.codes).view(torch.uint8)
-        if (raw & (0x7F if module.encoding is not Encoding.MXFP4 else 0x77)).any():
-            return "all exponents are 0 (2^-127): powers of two that were cast to bytes by value"
-    return ""
 
 
 def _cast(checkpoint: Checkpoint, read: Reader) -> Iterator[Finding]:

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from transcode import rewrite
-from transcode.check import Finding, examine
+from transcode.check import Finding, concerning, examine
 from transcode.checkpoint import Checkpoint
 from transcode.config import activation_dtype
 from transcode.convert import convert
@@ -65,14 +65,15 @@ def fix(src: Path, dst: Path, runtime: str | None, *, overwrite: bool) -> Fixed:
     before = examine(src, None, codes=True)
     _refuse(before)
     if not any(f.code in MENDS and f.level != "NOTE" for f in before):
-        return Fixed((), (), tuple(examine(src, runtime, codes=True)), written=False)
+        return Fixed((), (), tuple(concerning(before, runtime)), written=False)
     checkpoint, recognised, steps = mended(opened)
     form = own_form(checkpoint, recognised.modules)
     options = Options(None, activation_dtype(checkpoint), "fold", form=form)
     plan = rewrite.make(checkpoint, recognised.modules, options)
     convert(src, dst, checkpoint, plan, torch.device("cpu"), overwrite=overwrite)
-    gone = tuple(_gone(before, examine(dst, None, codes=True)))
-    done = Fixed(gone, steps, tuple(examine(dst, runtime, codes=True)), written=True)
+    after = examine(dst, None, codes=True)
+    remaining = tuple(concerning(after, runtime))
+    done = Fixed(tuple(_gone(before, after)), steps, remaining, written=True)
     record(dst, "mended", done.entries)
     return done
 
