@@ -622,6 +622,7 @@ def drawn(*shape: int, dtype: torch.dtype = torch.uint8) -> Tensor:
     return torch.randint(100, 120, shape, dtype=torch.uint8).view(dtype)
 
 
+GATES = [f"model.layers.{i}.mlp.gate" for i in (0, 1)]
 ALL_FP8_BLOCK = Spec(attention="fp8_block", gate_up="fp8_block", down="fp8_block")
 GPT_OSS = {"model_type": "gpt_oss", "quantization_config": {"quant_method": "mxfp4"}}
 EXPERTS = "model.layers.0.mlp.experts."
@@ -676,7 +677,7 @@ FOREIGN: dict[str, tuple[Spec, Change]] = {
     ),
     "deepseek-fp8": (
         ALL_FP8_BLOCK,
-        fp8_native(modules_to_not_convert=[f"model.layers.{i}.mlp.gate" for i in (0, 1)]),
+        fp8_native(modules_to_not_convert=GATES),
     ),
     "deepseek-v4": (
         Spec(model_type="deepseek_v4"),
@@ -685,7 +686,7 @@ FOREIGN: dict[str, tuple[Spec, Change]] = {
     "quark": (
         Spec(attention="mxfp4", gate_up="mxfp4", down="mxfp4"),
         both(
-            config(quantization_config={"quant_method": "quark", "exclude": ["lm_head"]}),
+            config(quantization_config={"quant_method": "quark", "exclude": ["lm_head", *GATES]}),
             remove("hf_quant_config.json"),
         ),
     ),

@@ -69,7 +69,7 @@ def decide(checkpoint: Checkpoint, plan: Plan, read: Reader, device: torch.devic
 def _sound(quantised: Mapping[str, Module], read: Reader) -> None:
     """Raise FormatError for an FP8 scale that is NaN, infinite or negative, and for exponents that
     were cast by value."""
-    for module in quantised.values():
+    for module in (m.was or m for m in quantised.values()):
         if Role.SCALES not in module.parts or Role.GLOBAL in module.parts:
             continue
         scales = read.tensor(module.scales)

@@ -54,7 +54,8 @@ def suspects(tensors: Mapping[str, TensorInfo]) -> Iterator[tuple[TensorInfo, Te
             scale = tensors.get(name.removesuffix(own) + end) if name.endswith(own) else None
             if scale is None or scale.dtype not in FLOATS:
                 continue
-            if by_32(codes, scale) or (codes.dtype == "F8_E4M3" and prod(scale.shape) > 1):
+            tiles = codes.dtype == "F8_E4M3" and scale.shape not in ((), (1,))
+            if by_32(codes, scale) or tiles:
                 yield codes, scale
 
 
@@ -98,7 +99,7 @@ def require_meant(module: Module, scales: Tensor, read: Reader) -> None:
         how = lost(module, scales, read)
         if how:
             raise FormatError(f"{module.scales}: {how}")
-    elif scales.numel() > 1 and held(scales) is Held.BYTES:
+    elif module.encoding is not Encoding.FP8_TENSOR and held(scales) is Held.BYTES:
         raise FormatError(
             f"{module.scales}: holds {float(scales.max()):g}: exponents' bytes that were cast by "
             "value; transcode check --fix turns them back"

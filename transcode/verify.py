@@ -67,8 +67,8 @@ def verify(source: Path, target: Path, device: torch.device) -> Iterator[str]:
 
 def _source(source: Path, root: Path) -> tuple[Checkpoint, Recognised]:
     """SRC as the conversion took it: with what `check --fix` mended first, where it did."""
-    done = read_json(root / REPORT) if (root / REPORT).is_file() else {}
-    if "mended" not in done:
+    done = _read(root / REPORT)
+    if isinstance(done, str) or "mended" not in done:
         return opened(source)
     checkpoint, recognised, _ = mended(Checkpoint.open(source))
     return checkpoint, recognised

@@ -83,6 +83,8 @@ class Declared:
             ignore = raw.get("ignore", raw.get("exclude_modules"))
         if method == "fp8":
             ignore = raw.get("ignored_layers") or raw.get("modules_to_not_convert")
+        elif method == "quark":
+            ignore = raw.get("exclude")
         scheme = raw.get("kv_cache_scheme") or inner.get("kv_cache_quant_algo")
         scheme = scheme or raw.get("kv_cache_quant_algo")
         if not scheme and raw.get("kv_cache_quant_config"):
@@ -126,6 +128,11 @@ class Declared:
     def native(self) -> bool:
         """Whether it is FP8 as DeepSeek-V3 and its relatives write it: all linears but a list."""
         return self.method == "fp8" and "moe_quant_algo" not in self.raw
+
+    @property
+    def quark(self) -> bool:
+        """Whether the runtimes read it as Quark's."""
+        return self.method == "quark"
 
     @property
     def mixed(self) -> bool:

@@ -6,6 +6,7 @@
 |                    |                                        | on the path or on one name of it   |
 | compressed-tensors | exact, or `re:` from the start         | the same, or the end of the path   |
 | native FP8         | exact; `experts` as in ModelOpt's      | whole names of the path            |
+| Quark              | exact, or `re:`; here also a glob; of experts any that lies in them         |
 
 Fused layers go by the name of the whole or by all members; some but not all is an error in both.
 Sources: vllm/model_executor/layers/quantization/{modelopt,fp8,utils/quant_utils,utils/config_utils}.py
@@ -79,6 +80,8 @@ def _bare(unit: Unit) -> Unit:
 
 def excluded(declared: Declared, rules: Rules, unit: Unit, runtime: str) -> str:
     """Why a runtime builds a layer unquantised, "" if it does not; PARTLY where it raises."""
+    if declared.quark:
+        return _quark_excludes(rules, unit)
     dialect = "native" if declared.native else "modelopt" if declared.modelopt else "compressed"
     excludes = {
         ("modelopt", "vllm"): _vllm_excludes, ("modelopt", "sglang"): _sglang_excludes,
@@ -140,6 +143,17 @@ def _fp8_vllm_excludes(rules: Rules, unit: Unit) -> str:
 def _fp8_sglang_excludes(rules: Rules, unit: Unit) -> str:
     names = [unit.name] if unit.experts else [m.name for m in unit.modules]
     return _whole([next((e for e in rules.entries if _in_path(e, n)), "") for n in names])
+
+
+def _quark_excludes(rules: Rules, unit: Unit) -> str:
+    own = next((e for e in rules.entries if e.startswith(f"{unit.name}.")), "")
+    if unit.experts and own:
+        return f"{own!r} of the list lies in it"
+    names = [unit.name, *(m.name for m in looked_up(unit))]
+    hits = [next((e for e, p in rules.globs if p.match(n)), "") or _ct_vllm(rules, n) for n in names]
+    if hits[0]:
+        return f"{hits[0]!r} of the ignore list matches it"
+    return _whole(hits[1:])
 
 
 def _whole(hits: list[str]) -> str:

@@ -38,7 +38,8 @@ def of_ignore(
     """Layers that are quantised but ignored, or that are not although no rule excludes them."""
     model = checkpoint.text_config.get("model_type")
     native = declared.native and model not in OWN
-    if not (declared.modelopt or declared.compressed or native) or not declared.raw:
+    judged = declared.modelopt or declared.compressed or native or declared.quark
+    if not judged or not declared.raw:
         return
     rules = Rules(declared.ignore)
     found: dict[tuple[str, str, str], dict[str, list[Unit]]] = {}
@@ -102,7 +103,7 @@ def _judge(
         return fails, "ignored-quantised", shapes
     if unit.bits:
         return fails, "other-bits", shapes
-    head_less = leaf == "lm_head" and (declared.native or _tied(checkpoint))
+    head_less = leaf == "lm_head" and (declared.native or declared.quark or _tied(checkpoint))
     model = checkpoint.text_config.get("model_type")
     if (leaf in LINEARS and not head_less) or unit.experts:
         if declared.native:
@@ -115,8 +116,8 @@ def _judge(
             if declared.native
             else (fails, "unlisted", text)
         )
-    if declared.native:
-        return None  # DeepSeek's own has no list at all
+    if declared.native or declared.quark:
+        return None  # not everything that is listed nowhere is built quantised
     return "NOTE", "unlisted", "loads where the runtime leaves such a layer unquantised anyhow"
 
 
@@ -128,6 +129,8 @@ def _told(declared: Declared, rules: Rules, unit: Unit, runtime: str) -> tuple[i
     """The bits that a runtime expects, 0 for none, None if it cannot be said; and the rule."""
     if entry := excluded(declared, rules, unit, runtime):
         return (None, entry) if entry == PARTLY else (0, entry)
+    if declared.quark:
+        return unit.bits or 4, "exclude does not name it"
     if declared.native:
         return 8, "quant_method fp8 without such an entry in modules_to_not_convert"
     return _modelopt_expects(declared, unit) if declared.modelopt else _ct_expects(declared, unit)

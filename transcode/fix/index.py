@@ -9,8 +9,9 @@ from transcode.check.units import draft
 from transcode.checkpoint import Checkpoint
 from transcode.errors import CheckpointError
 from transcode.files import INDEX
-from transcode.fix.orphans import scale_only, tied_head
-from transcode.recognise import QUANTISED
+from transcode.fix.orphans import INPUTS, tied_head
+from transcode.recognise import QUANTISED, SCALES
+from transcode.sniff import BLOCK_SCALES
 
 
 def mend(checkpoint: Checkpoint) -> tuple[Checkpoint, list[str]]:
@@ -27,14 +28,14 @@ def mend(checkpoint: Checkpoint) -> tuple[Checkpoint, list[str]]:
 
 
 def _needed(checkpoint: Checkpoint) -> Iterator[str]:
-    """Ghosts that something lacks: all but scales of what is not quantised, a tied head, and an MTP
-    that is not there at all."""
+    """Ghosts that something lacks: all but input scales, which are made up, scales of what is not
+    quantised, a tied head, and an MTP that is not there at all."""
     drafted = any(draft(name, checkpoint) for name in checkpoint.tensors)
     for name in checkpoint.ghosts:
         module, _, leaf = name.rpartition(".")
         weight = checkpoint.tensors.get(f"{module}.weight")
         plain = weight is not None and weight.dtype not in QUANTISED
-        stray = scale_only(leaf) and plain
+        stray = leaf in INPUTS or (plain and leaf in (*SCALES, *BLOCK_SCALES))
         dropped = draft(name, checkpoint) and not drafted
         if not (stray or dropped or tied_head(checkpoint, module)):
             yield name

@@ -11,16 +11,10 @@ from transcode.checkpoint import Checkpoint, Reader, reader
 from transcode.errors import FormatError
 from transcode.header import TensorInfo
 from transcode.recognise import QUANTISED, SCALES
-from transcode.sniff import BLOCK_SCALES
 
 INPUTS = ("input_scale", "input_global_scale", "input_scale_2")
 FINEST = 16_000_000
 """How many elements of a weight are looked at at a time."""
-
-
-def scale_only(leaf: str) -> bool:
-    """Whether a leaf is a scale of a weight or of its input."""
-    return leaf in (*SCALES, *BLOCK_SCALES, *INPUTS)
 
 
 def tied_head(checkpoint: Checkpoint, module: str) -> bool:
@@ -52,12 +46,13 @@ def mend(checkpoint: Checkpoint) -> tuple[Checkpoint, list[str]]:
 
 def _stray(name: str, tensors: Mapping[str, TensorInfo], checkpoint: Checkpoint) -> bool:
     module, _, leaf = name.rpartition(".")
-    if not module or not scale_only(leaf) or f"{module}.weight_packed" in tensors:
+    if not module or leaf not in (*SCALES, *INPUTS) or f"{module}.weight_packed" in tensors:
         return False
     weight = tensors.get(f"{module}.weight")
     if weight is None:
-        return leaf in (*SCALES, *INPUTS) and tied_head(checkpoint, module)
-    return weight.dtype not in QUANTISED and len(weight.shape) == 2
+        return tied_head(checkpoint, module)
+    plain = weight.dtype not in QUANTISED and len(weight.shape) == 2
+    return plain and any(f"{module}.{own}" in tensors for own in SCALES)
 
 
 def _codes(weight: TensorInfo, read: Reader) -> bool:

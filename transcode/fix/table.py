@@ -41,7 +41,6 @@ ORIGINAL = "take the tensor from the original (transcode compose)"
 
 REFUSED = {
     "scale-invalid": ORIGINAL,
-    "scale-missing": ORIGINAL,
     "code-nan": ORIGINAL,
     "exponents-lost": "quantise it again",
     "global-scale-invalid": ORIGINAL,
@@ -50,7 +49,6 @@ REFUSED = {
     "experts-surplus": "the config or the tensors are another model's",
     "expert-order": "not mended by guess",
     "expert-shapes": "not mended by guess",
-    "malformed": ORIGINAL,
     "mixed-group": "transcode convert --to bf16 brings a group into one encoding",
 }
 """What would go along and be served wrong, and what to do instead."""
