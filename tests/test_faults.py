@@ -19,11 +19,13 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from tests.build import Json, Spec, Tensors, build, edit, edit_config
+from tests.build import Json, Tensors, edit, edit_config
 from tests.convert import run
-from tests.rewriting import CODES, LEAVES, PACKED, meaning, one_by_one, raw
+from tests.producers import Built
+from tests.rewriting import CODES, PACKED, copied, kind, meaning, one_by_one, one_thread, raw
 from transcode.check import examine
 
+__all__ = ["kind", "one_thread"]
 DATA = Path(__file__).parent / "data"
 INDEX = "model.safetensors.index.json"
 MOE, LLAMA = "modelopt_nvfp4_qwen3moe", "modelopt_nvfp4_llama"
@@ -318,7 +320,7 @@ FAULTS = [
         "BF16 module not ignored", FP8, lambda folder: edit(folder, unquantised),
         ("WRONG", "unlisted"), "model.layers.0.self_attn.o_proj", sound=listed, meant=True,
     ),
-    Fault("BF16 module not ignored", FP8, NOTHING, ("WRONG", "unlisted"), "model.layers.0.mlp.gate"),
+    Fault("BF16 module not ignored", FP8, NOTHING, ("WRONG", "unlisted"), "layers.0.mlp.gate"),
     Fault("expert_dtype missing", V4, config(expert_dtype=None), ("WEAK", "expert-dtype"), "fp4"),
     Fault("expert_dtype missing", V4, config(expert_dtype="fp8"), ("FAILS", "expert-dtype"), "fp8"),
     Fault("corrupt shard", SHARDED, truncated, ("FAILS", "unsound"), "-00003-of", "truncated"),
@@ -389,12 +391,15 @@ def test_check_finds_it_and_fix_mends_or_refuses_it(
     ran = run("check", after, "--fix", into)
     if fault.refused == "rest":
         assert (ran.code, into.exists()) == (0, False)
-        assert ran.out.startswith("nothing to mend") and fault.word in ran.out
+        assert ran.out.startswith("nothing to mend")
+        assert fault.word in ran.out
     elif fault.refused:
-        assert ran.code == 1 and not into.exists()
-        assert fault.refused in ran.err and len(ran.err.strip().splitlines()) == 1
+        assert (ran.code, into.exists()) == (1, False)
+        assert fault.refused in ran.err
+        assert len(ran.err.strip().splitlines()) == 1
     else:
-        assert "MENDED" in ran.out and not grave(into), ran.out + ran.err
+        assert not grave(into), ran.out + ran.err
+        assert "MENDED" in ran.out
         left = {f.level for f in examine(into, None)}
         assert ran.code == (3 if left & {"WRONG", "FAILS"} else 0)
         assert same(codes(into), codes(before))
@@ -429,3 +434,56 @@ def test_convert_refuses_it_or_gives_what_was_meant(
 
 def load_all(folder: Path) -> Tensors:
     return {n: t for path in folder.glob("*.safetensors") for n, t in load_file(path).items()}
+
+
+OWN = (
+    "modelopt-nvfp4-hf-only", "modelopt-nvfp4-llama4", "modelopt-nvfp4-gptoss", "modelopt-mixed",
+    "modelopt-fp8", "modelopt-mxfp8", "ct-nvfp4-kv", "ct-mixed", "ct-int4-nvfp4", "fp8-qwen",
+    "fp8-deepseek-e8m0", "v4-hub", "v4-base", "v4-nvfp4", "gptoss-mxfp4", "quark-mxfp4-fp8",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("name", OWN)
+def test_fix_writes_every_producers_own_form(
+    kind: Callable[[str], tuple[Path, Built]], tmp_path: Path, name: str
+) -> None:
+    folder, into = copied(kind(name)[0], tmp_path / "source"), tmp_path / "fixed"
+    entries = {n: path.name for path in folder.glob("*.safetensors") for n in load_file(path)}
+    stale = {"weight_map": entries | {"lm_head.input_scale": min(entries.values())}}
+    (folder / INDEX).write_text(json.dumps(stale))
+    assert "ghosts" in grave(folder)
+    assert "MENDED lm_head.input_scale" in run("check", folder, "--fix", into).out
+    before, after = meaning(folder), meaning(into)
+    for part in ("weights", "inputs", "biases", "kv", "rest"):
+        assert same(getattr(after, part), getattr(before, part)), part
+    new = {f.code for f in examine(into, None)} - {f.code for f in examine(folder, None)}
+    assert new <= {"tensor-parallel"}  # no degree is told of a folder that is not sound
+
+
+@pytest.mark.parametrize("name", ["fp8-tensor", "fp8-fbgemm", "fp8-mxfp8", "quark-nvfp4"])
+def test_fix_refuses_a_form_that_is_only_read(
+    kind: Callable[[str], tuple[Path, Built]], tmp_path: Path, name: str
+) -> None:
+    folder, into = copied(kind(name)[0], tmp_path / "source"), tmp_path / "fixed"
+    entries = {n: path.name for path in folder.glob("*.safetensors") for n in load_file(path)}
+    stale = {"weight_map": entries | {"lm_head.input_scale": min(entries.values())}}
+    (folder / INDEX).write_text(json.dumps(stale))
+    ran = run("check", folder, "--fix", into)
+    assert (ran.code, into.exists()) == (1, False)
+    assert "only read here" in ran.err
+
+
+def test_fix_goes_by_the_rules_of_a_destination(tmp_path: Path) -> None:
+    folder, into = copied(DATA / FP8, tmp_path / "source"), tmp_path / "fixed"
+    assert "choose another place" in run("check", folder, "--fix", folder).err
+    assert run("check", folder, "--overwrite").code == 2
+    assert run("check", folder, "--fix", into).code == 0
+    assert "--overwrite replaces it" in run("check", folder, "--fix", into).err
+    ran = run("check", folder, "--fix", into, "--overwrite", "--json")
+    assert ran.code == 0
+    told = json.loads(ran.out)
+    assert [entry["code"] for entry in told["mended"]] == ["unlisted"]
+    assert {f["code"] for f in told["findings"]} == {f.code for f in examine(into, None)}
+    assert run("verify", folder, into).code == 0
+    edit(into, lambda all_: all_ | {"lm_head.weight": -all_["lm_head.weight"]})
+    assert run("verify", folder, into).code == 3

@@ -48,7 +48,8 @@ MARLIN = "marlin-nvfp4"
 def examine(src: Path, runtime: str | None, *, codes: bool = False) -> list[Finding]:
     """All findings, or those that concern one runtime, the worst level first.
 
-    codes: whether FP8 codes are read too, which are most of the file.  Raises CheckpointError for a folder that is no checkpoint at all.
+    codes: whether FP8 codes are read too, which are most of the file.
+    Raises CheckpointError for a folder that is no checkpoint at all.
     """
     _is_checkpoint(src)
     try:

@@ -135,6 +135,12 @@ class Declared:
         return self.method == "quark"
 
     @property
+    def eight(self) -> bool:
+        """Whether a linear that no list names is built with FP8 weights, of native FP8 and Quark's."""
+        weight = table(table(self.raw.get("global_quant_config")).get("weight"))
+        return self.native or (self.quark and str(weight.get("dtype")).startswith("fp8"))
+
+    @property
     def mixed(self) -> bool:
         """Whether algorithms stand module by module, and what is not named is unquantised."""
         return self.modelopt and self.algorithm.upper() == "MIXED_PRECISION"

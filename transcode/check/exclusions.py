@@ -9,8 +9,9 @@
 | Quark              | exact, or `re:`; here also a glob; of experts any that lies in them         |
 
 Fused layers go by the name of the whole or by all members; some but not all is an error in both.
-Sources: vllm/model_executor/layers/quantization/{modelopt,fp8,utils/quant_utils,utils/config_utils}.py
-and sglang/srt/layers/quantization/{modelopt_quant,fp8,utils,compressed_tensors/utils}.py.
+Sources: vllm/model_executor/layers/quantization/{modelopt,fp8,quark/utils,utils/quant_utils,
+utils/config_utils}.py and sglang/srt/layers/quantization/{modelopt_quant,fp8,utils,
+compressed_tensors/utils}.py.
 """
 
 from __future__ import annotations
@@ -150,7 +151,9 @@ def _quark_excludes(rules: Rules, unit: Unit) -> str:
     if unit.experts and own:
         return f"{own!r} of the list lies in it"
     names = [unit.name, *(m.name for m in looked_up(unit))]
-    hits = [next((e for e, p in rules.globs if p.match(n)), "") or _ct_vllm(rules, n) for n in names]
+    hits = [
+        next((e for e, p in rules.globs if p.match(n)), "") or _ct_vllm(rules, n) for n in names
+    ]
     if hits[0]:
         return f"{hits[0]!r} of the ignore list matches it"
     return _whole(hits[1:])

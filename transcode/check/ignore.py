@@ -26,7 +26,7 @@ OWN = ("deepseek_v4", "deepseek_v41")
 """Model types whose code says itself which linears are FP8, without a list."""
 
 CAST = "a BF16 weight is copied into an FP8 one, cast by value, with a scale that nobody wrote"
-"""What both runtimes do with an unquantised weight where a native FP8 layer is built."""
+"""What both runtimes do with an unquantised weight where an FP8 layer is built."""
 
 TOWERS = re.compile(r"vis|vit_|audio|image|encoder")
 """Parts of a name outside the language model, where runtimes quantise by rules of their own."""
@@ -106,16 +106,12 @@ def _judge(
     head_less = leaf == "lm_head" and (declared.native or declared.quark or _tied(checkpoint))
     model = checkpoint.text_config.get("model_type")
     if (leaf in LINEARS and not head_less) or unit.experts:
-        if declared.native:
+        if declared.eight:
             return "WEAK" if head else "WRONG", "unlisted", CAST
         return fails, "unlisted", shapes
     if leaf == "gate" and model in ROUTERS and runtime == "vllm":
-        text = f"vLLM builds {model}'s router with the quantization config"
-        return (
-            ("WRONG", "unlisted", f"{text}, and {CAST}")
-            if declared.native
-            else (fails, "unlisted", text)
-        )
+        level, then = ("WRONG", f", and {CAST}") if declared.eight else (fails, "")
+        return level, "unlisted", f"vLLM builds {model}'s router with the quantization config{then}"
     if declared.native or declared.quark:
         return None  # not everything that is listed nowhere is built quantised
     return "NOTE", "unlisted", "loads where the runtime leaves such a layer unquantised anyhow"

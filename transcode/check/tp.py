@@ -42,6 +42,6 @@ def of_tp(checkpoint: Checkpoint, modules: Mapping[str, Module]) -> Iterator[Fin
         yield Finding(
             "WEAK", "tp-misfit", min(names, key=natural),
             f"{what} of width {width}, in blocks of {unit}; {many(len(names), 'matrix')} of this "
-            f"kind: its blocks cannot be shared out among {' or '.join(map(str, misfits))} ranks (tensor "
-            f"parallelism), which loaders refuse{pad}",
+            f"kind: its blocks cannot be shared out among {' or '.join(map(str, misfits))} ranks "
+            f"(tensor parallelism), which loaders refuse{pad}",
         )  # fmt: skip

@@ -1,4 +1,4 @@
-"""Scales that stand beside a weight that is not quantised, or beside none where the head is tied."""
+"""Scales beside a weight that is not quantised, or beside none where the head is tied."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from transcode.header import TensorInfo
 from transcode.recognise import QUANTISED, SCALES
 
 INPUTS = ("input_scale", "input_global_scale", "input_scale_2")
-FINEST = 16_000_000
+PART = 16_000_000
 """How many elements of a weight are looked at at a time."""
 
 
@@ -58,7 +58,5 @@ def _stray(name: str, tensors: Mapping[str, TensorInfo], checkpoint: Checkpoint)
 def _codes(weight: TensorInfo, read: Reader) -> bool:
     """Whether the numbers of an unquantised weight may be FP8's or FP4's codes."""
     value = read.tensor(weight).flatten()
-    return all(
-        torch.equal(part.to(torch.float8_e4m3fn).float(), part.float())
-        for part in value.split(FINEST)
-    )
+    parts = (value[at : at + PART] for at in range(0, len(value), PART))
+    return all(torch.equal(p.to(torch.float8_e4m3fn).float(), p.float()) for p in parts)

@@ -10,6 +10,7 @@ from transcode.errors import FormatError
 from transcode.module import Module
 from transcode.producer import Form, Producer, Target
 from transcode.quant import Encoding
+from transcode.recognise import quantization
 
 
 def own_form(checkpoint: Checkpoint, modules: Mapping[str, Module]) -> Form:
@@ -30,8 +31,14 @@ def own_form(checkpoint: Checkpoint, modules: Mapping[str, Module]) -> Form:
             f"{read_only.name} is {read_only.written.name}, which is only read here: transcode "
             "convert --to another form"
         )
+    config = quantization(checkpoint)[0]
+    if config.get("quant_method") == "fp8" and not own.claims(config):
+        raise FormatError(
+            f"{quantised[0].name} is {quantised[0].encoding} under quant_method fp8, which is only "
+            "read here: transcode convert --to another form"
+        )
     stacked = any(part.part_of for m in quantised for part in m.parts.values())
-    fused = stacked and not own.always_fused
+    fused = stacked and bool(own.fusions) and not own.always_fused
     return Form(own, target_of(own, kinds), fused, fill_input=True)
 
 
