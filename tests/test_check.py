@@ -459,6 +459,12 @@ CASES = [
         "FAILS", "config-disagrees", without("quantization_config"), Spec(CT),
         where="config.json", words=("no quantization config",),
     ),
+    Case(
+        "FAILS", "config-disagrees",
+        both(without("quantization_config"), remove("hf_quant_config.json")),
+        Spec(attention="fp8", gate_up="fp8", down="fp8"),
+        where="config.json", words=("no quantization config",),
+    ),
     Case("WEAK", "hf-quant-config-only", only_hf_quant(), where="hf_quant_config.json"),
     Case("FAILS", "nested-fields", only_hf_quant(without="exclude_modules"), runtimes=VLLM),
     Case("FAILS", "nested-algorithm", only_hf_quant(algo="W4A16_NVFP4"), runtimes=VLLM),

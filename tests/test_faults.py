@@ -487,3 +487,43 @@ def test_fix_goes_by_the_rules_of_a_destination(tmp_path: Path) -> None:
     assert run("verify", folder, into).code == 0
     edit(into, lambda all_: all_ | {"lm_head.weight": -all_["lm_head.weight"]})
     assert run("verify", folder, into).code == 3
+
+
+def test_a_list_of_projections_in_another_order_is_not_passed_over(tmp_path: Path) -> None:
+    """The canonical form stacks gate, then up, and keeps their names in its config."""
+    ours = tmp_path / "ours"
+    assert run("convert", "--to", "canonical", DATA / V4, ours).code == 0
+    assert not grave(ours)
+
+    def swapped(found: Json) -> Json:
+        block = found["quantization_config"]
+        experts = {c: ["w3", "w1", "w2"] for c in block["experts"]}
+        return found | {"quantization_config": block | {"experts": experts}}
+
+    edit_config(ours, swapped)
+    assert grave(ours) == {"unsound"}
+    for ran in (
+        run("check", ours, "--fix", tmp_path / "fixed"),
+        run("convert", "--to", "deepseek-v4", ours, tmp_path / "back"),
+    ):
+        assert ran.code in (1, 3)
+        assert "lists w3, w1, w2, wanted gate, up, down" in ran.out + ran.err
+    assert not (tmp_path / "fixed").exists()
+
+
+@pytest.mark.parametrize(("folder", "leaf"), [(MOE, "weight_scale_2"), (CT, "weight_global_scale")])
+def test_scalars_of_q_k_and_v_become_one(tmp_path: Path, folder: str, leaf: str) -> None:
+    """A block's scale is rounded again to E4M3 by half a step of 2^-3 at most: 1/17."""
+    after, into = copied(DATA / folder, tmp_path / "after"), tmp_path / "fixed"
+    attention = "model.layers.0.self_attn."
+    each(re.escape(f"{attention}k_proj.{leaf}"), lambda t: t * 1.5)(after)
+    assert grave(after) == {"group-scales"}
+    ran = run("check", after, "--fix", into)
+    assert ran.code == 0, ran.err
+    now = load_all(into)
+    assert len({float(now[f"{attention}{x}_proj.{leaf}"]) for x in "qkv"}) == 1
+    assert same(codes(into), codes(after))
+    ours, theirs = meaning(into).weights, meaning(after).weights
+    for name, truth in theirs.items():
+        bound = 1 / 17 + 1e-6 if name.startswith(attention) else 0.0
+        assert ((ours[name] - truth).abs() <= bound * truth.abs()).all(), name

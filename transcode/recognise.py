@@ -272,8 +272,8 @@ def disagreements(checkpoint: Checkpoint, modules: Mapping[str, Module]) -> Iter
     nvfp4 = [m for m in modules.values() if m.encoding in (Encoding.NVFP4, Encoding.NVFP4_32)]
     used = {m.format.name: m.format for m in nvfp4 if m.format}
     if not config:
-        if used:
-            yield f"no quantization config, but the tensors are {', '.join(sorted(used))}"
+        if found := sorted({m.format.name for m in modules.values() if m.format}):
+            yield f"no quantization config, but the tensors are {', '.join(found)}"
         return
     for name, format_ in sorted(used.items()):
         if not producer(format_.producer).claims(config):
