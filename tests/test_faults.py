@@ -143,6 +143,16 @@ def mtp(all_: Tensors) -> Tensors:
     return all_ | draft
 
 
+def plain_experts(all_: Tensors) -> Tensors:
+    """Layer 1's experts once more, in BF16, as those of an MTP layer."""
+    kept = {n: t for n, t in all_.items() if re.fullmatch(r"model\.layers\.1.*experts.*weight", n)}
+    draft = {
+        name.replace("model.layers.1", "mtp.layers.0"): torch.cat((t, t), 1).float().bfloat16()
+        for name, t in kept.items()
+    }
+    return all_ | draft
+
+
 def unquantised(all_: Tensors) -> Tensors:
     """o_proj of layer 0 in BF16."""
     module = "model.layers.0.self_attn.o_proj"
@@ -311,6 +321,12 @@ FAULTS = [
         )
         for folder, sound in ((MOE, NOTHING), (CT, NOTHING), (FP8, listed))
     ),
+    Fault(
+        "experts.gate_proj.X order", MOE,
+        renamed(r"(mtp.*)\.experts\.(\d+)\.(\w+)\.", r"\1.experts.\3.\2."),
+        ("FAILS", "expert-names"), "mtp.layers.0.mlp.experts",
+        sound=lambda folder: edit(folder, plain_experts),
+    ),
     Fault("BF16 module not ignored", MOE, unlisted("lm_head"), ("FAILS", "unlisted"), "lm_head"),
     Fault(
         "BF16 module not ignored", CT, lambda folder: edit(folder, unquantised),
@@ -403,7 +419,9 @@ def test_check_finds_it_and_fix_mends_or_refuses_it(
         left = {f.level for f in examine(into, None)}
         assert ran.code == (3 if left & {"WRONG", "FAILS"} else 0)
         assert same(codes(into), codes(before))
-        assert same(meaning(into).weights, meaning(before).weights)
+        found, meant = meaning(into), meaning(before)
+        assert same(found.weights, meant.weights)
+        assert same(found.rest, meant.rest)
         told = json.loads((into / "transcode_report.json").read_text())["mended"]
         assert code in {entry.get("code") for entry in told}
         proved = run("verify", after, into)

@@ -136,7 +136,7 @@ class Declared:
 
     @property
     def eight(self) -> bool:
-        """Whether a linear that no list names is built with FP8 weights, of native FP8 and Quark's."""
+        """Whether a linear that no list names is built with FP8 weights (native FP8, Quark)."""
         weight = table(table(self.raw.get("global_quant_config")).get("weight"))
         return self.native or (self.quark and str(weight.get("dtype")).startswith("fp8"))
 
