@@ -419,9 +419,9 @@ def test_check_finds_it_and_fix_mends_or_refuses_it(
         left = {f.level for f in examine(into, None)}
         assert ran.code == (3 if left & {"WRONG", "FAILS"} else 0)
         assert same(codes(into), codes(before))
-        found, meant = meaning(into), meaning(before)
-        assert same(found.weights, meant.weights)
-        assert same(found.rest, meant.rest)
+        now, meant = meaning(into), meaning(before)
+        assert same(now.weights, meant.weights)
+        assert same(now.rest, meant.rest)
         told = json.loads((into / "transcode_report.json").read_text())["mended"]
         assert code in {entry.get("code") for entry in told}
         proved = run("verify", after, into)

@@ -92,8 +92,9 @@ def _cast(checkpoint: Checkpoint, read: Reader) -> Iterator[Finding]:
         yield Finding(
             "WRONG", "e8m0-value-cast", name,
             f"holds {told[name]}, the bytes of E8M0 exponents cast by value; "
-            f"{many(len(found[Held.BYTES]), 'matrix')} of this kind: a scale of 2^-9 is read as "
-            "118",
+            f"{many(len(found[Held.BYTES]), 'matrix')} of this kind: who multiplies with it, or "
+            "casts it to E8M0, takes 118 for 2^-9 (who copies it into bytes by value is right by "
+            "luck)",
         )  # fmt: skip
     for name in found.get(Held.POWERS, [])[:1]:
         yield Finding(
