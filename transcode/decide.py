@@ -40,7 +40,7 @@ def decide(checkpoint: Checkpoint, plan: Plan, read: Reader, device: torch.devic
     losses = judge(plan.modules, plan.options, read)
     unified = unify(checkpoint, plan, read)
     quantised = {n: m for n, m in plan.modules.items() if m.format is not None}
-    if plan.options.unify != "keep":
+    if plan.options.unify != "keep" and not form.codes_stay:
         rows = rows_of(checkpoint, quantised, form)
         eights = [row for row in rows if all(map(one_scale, row)) and len(row) > 1]
         unified = unify_fp8(checkpoint, plan, eights, unified, read)

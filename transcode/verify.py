@@ -109,7 +109,8 @@ def form_options(checkpoint: Checkpoint, target: Path) -> Options:
         raise FormatError(f"{target}: {REPORT}: unknown options")
     recipe = EncodingRecipe.of(told.get("encodings", {}))
     fused, drop_kv, fill_input, exact = (bool(told[key]) for key in keys)
-    form = Form(*targets()[name], fused, drop_kv, fill_input)
+    stay = told.get("codes_stay") is True
+    form = Form(*targets()[name], fused, drop_kv, fill_input, stay)
     dtype = activation_dtype(checkpoint)
     return Options(None, dtype, told["unify"], exact, form=form, recipe=recipe)
 

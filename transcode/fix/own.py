@@ -39,7 +39,7 @@ def own_form(checkpoint: Checkpoint, modules: Mapping[str, Module]) -> Form:
         )
     stacked = any(part.part_of for m in quantised for part in m.parts.values())
     fused = stacked and bool(own.fusions) and not own.always_fused
-    return Form(own, target_of(own, kinds), fused, fill_input=True)
+    return Form(own, target_of(own, kinds), fused, fill_input=True, codes_stay=True)
 
 
 def _of_family(kinds: set[Encoding], model_type: str) -> Producer | None:
