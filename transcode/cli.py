@@ -323,7 +323,7 @@ def verify(
             if not as_json:
                 say(equal)
             result["kernel"] = kernel_check(src, dst, libraries, everything)
-            record(dst, result["kernel"])
+            record(dst, "kernel", result["kernel"])
             equal = table(result["kernel"])
         say(json.dumps(result, indent=2) if as_json else equal)
         if found or (kernel and not result["kernel"]["passed"]):
@@ -333,15 +333,43 @@ def verify(
 @main.command()
 @SRC
 @click.option("--for", "runtime", type=click.Choice(["vllm", "sglang"]), help="Judge for one only.")
+@click.option("--codes", is_flag=True, help="Read FP8 codes too (all of the file), for NaN.")
+@click.option(
+    "--fix",
+    "target",
+    type=click.Path(path_type=Path),
+    metavar="DST",
+    help="Write to DST what can be mended without changing a code, and check that.",
+)
+@click.option("--overwrite", is_flag=True, help="Replace DST once the new one is complete.")
 @JSON
-def check(src: Path, runtime: str | None, as_json: bool) -> None:
+def check(
+    src: Path,
+    runtime: str | None,
+    codes: bool,
+    target: Path | None,
+    overwrite: bool,
+    as_json: bool,
+) -> None:
     """Say whether SRC loads, where, and what would be silently wrong."""
+    if overwrite and target is None:
+        raise click.UsageError("--overwrite is for --fix")
     with reporting(as_json):
         from transcode.check import LEVELS, examine, verdict
 
-        findings = examine(src, runtime)
+        more: dict[str, Any] = {}
+        if target is None:
+            findings = examine(src, runtime, codes=codes)
+        else:
+            from transcode.fix import fix, told
+
+            done = fix(src, target, runtime, overwrite=overwrite)
+            findings, more = list(done.remaining), {"mended": done.entries}
+            if not as_json:
+                say(told(done, target))
+            src = target if done.written else src
         if as_json:
-            click.echo(json.dumps({"findings": [f.as_dict() for f in findings]}, indent=2))
+            click.echo(json.dumps({**more, "findings": [f.as_dict() for f in findings]}, indent=2))
         else:
             for finding in findings:
                 click.echo(clean(str(finding)))

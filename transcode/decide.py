@@ -28,6 +28,7 @@ from transcode.sayable import layers_of, missing
 from transcode.settle_e4m3 import NAN, prepare
 from transcode.unify import Unified, unify
 from transcode.unify_fp8 import one_scale, unify_fp8
+from transcode.valuecast import require_meant
 
 EIGHT = (Encoding.FP8_TENSOR, Encoding.FP8_CHANNEL, Encoding.FP8_BLOCK)
 
@@ -39,7 +40,7 @@ def decide(checkpoint: Checkpoint, plan: Plan, read: Reader, device: torch.devic
     losses = judge(plan.modules, plan.options, read)
     unified = unify(checkpoint, plan, read)
     quantised = {n: m for n, m in plan.modules.items() if m.format is not None}
-    if plan.options.unify != "keep":
+    if plan.options.unify != "keep" and not form.codes_stay:
         rows = rows_of(checkpoint, quantised, form)
         eights = [row for row in rows if all(map(one_scale, row)) and len(row) > 1]
         unified = unify_fp8(checkpoint, plan, eights, unified, read)
@@ -66,11 +67,16 @@ def decide(checkpoint: Checkpoint, plan: Plan, read: Reader, device: torch.devic
 
 
 def _sound(quantised: Mapping[str, Module], read: Reader) -> None:
-    """Raise FormatError for an FP8 scale that is NaN, infinite or negative."""
-    for module in quantised.values():
+    """Raise FormatError for an FP8 scale that is NaN, infinite or negative, and for exponents that
+    were cast by value."""
+    for module in (m.was or m for m in quantised.values()):
+        if Role.SCALES not in module.parts or Role.GLOBAL in module.parts:
+            continue
+        scales = read.tensor(module.scales)
+        require_meant(module, scales, read)
         if module.encoding not in EIGHT or module.scales.dtype in E8M0:
             continue
-        scales = read.tensor(module.scales).float()
+        scales = scales.float()
         if not (scales.isfinite() & (scales >= 0)).all():
             bad = scales[~(scales.isfinite() & (scales >= 0))].flatten()[0]
             raise FormatError(f"{module.scales.name} holds {bad:g}, wanted finite numbers >= 0")

@@ -35,10 +35,15 @@ def degrees(plan: Plan, config: Mapping[str, Any]) -> list[int]:
     return [
         d
         for d in range(1, HIGHEST + 1)
-        if all(_count(config, key) % d == 0 for key in HEADS)
-        and _kv_fits(_count(config, "num_key_value_heads"), d)
+        if shared_out(config, d)
         and all(_serves(plan.options.layout, stack, d, config) for stack in plan.stacks)
     ]
+
+
+def shared_out(config: Mapping[str, Any], d: int) -> bool:
+    """Whether the heads can be shared out among `d` ranks."""
+    heads = all(_count(config, key) % d == 0 for key in HEADS)
+    return heads and _kv_fits(_count(config, "num_key_value_heads"), d)
 
 
 def _count(config: Mapping[str, Any], key: str) -> int:

@@ -230,6 +230,7 @@ class Form:
     fused: stack the experts, where the producer does so for the family.
     drop_kv: leave out KV scales that the target cannot say.
     fill_input: give experts without a valid input scale the largest of their layer's.
+    codes_stay: do not make FP8's scales one, which may round codes again (`check --fix`).
     """
 
     producer: Producer
@@ -237,6 +238,7 @@ class Form:
     fused: bool = False
     drop_kv: bool = False
     fill_input: bool = False
+    codes_stay: bool = False
 
     def asked(self) -> dict[str, bool]:
         """What was asked, as the Report and a plan keep it."""
@@ -244,6 +246,7 @@ class Form:
             "fused": self.fused,
             "drop_kv_scales": self.drop_kv,
             "fill_input_scale": self.fill_input,
+            **({"codes_stay": True} if self.codes_stay else {}),
         }
 
     def quantises_inputs(self, encoding: Encoding) -> bool:

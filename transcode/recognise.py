@@ -90,7 +90,7 @@ def recognise(checkpoint: Checkpoint) -> Recognised:
         else:
             if module_:
                 modules[name] = module_
-    problems += _twins(modules)
+    problems += [*_twins(modules), *_misordered(config)]
     return Recognised(modules, tuple(problems))
 
 
@@ -118,6 +118,16 @@ def stacked_names(config: Mapping[str, Any]) -> dict[str, tuple[str, ...]]:
         and all(isinstance(leaf, str) for leaf in leaves)
         and tuple(PROJECTIONS.get(leaf) for leaf in leaves) in (EXPERT, EXPERT[1:])
     }
+
+
+def _misordered(config: Mapping[str, Any]) -> Iterator[Problem]:
+    """Containers of our canonical form whose projections are listed in another order."""
+    names = config.get("experts") if config.get("quant_method") == "transcode" else None
+    for container, leaves in names.items() if isinstance(names, dict) else ():
+        told = [PROJECTIONS.get(leaf) for leaf in leaves if isinstance(leaf, str)]
+        if sorted(filter(None, told)) == sorted(EXPERT) and tuple(told) != EXPERT:
+            wanted = ", ".join(EXPERT)
+            yield Problem(container, f"the config lists {', '.join(leaves)}, wanted {wanted}")
 
 
 def _claims(producer: Producer, config: Mapping[str, Any], model_type: str) -> bool:
@@ -262,8 +272,8 @@ def disagreements(checkpoint: Checkpoint, modules: Mapping[str, Module]) -> Iter
     nvfp4 = [m for m in modules.values() if m.encoding in (Encoding.NVFP4, Encoding.NVFP4_32)]
     used = {m.format.name: m.format for m in nvfp4 if m.format}
     if not config:
-        if used:
-            yield f"no quantization config, but the tensors are {', '.join(sorted(used))}"
+        if found := sorted({m.format.name for m in modules.values() if m.format}):
+            yield f"no quantization config, but the tensors are {', '.join(found)}"
         return
     for name, format_ in sorted(used.items()):
         if not producer(format_.producer).claims(config):

@@ -70,10 +70,11 @@ def report(
     }
 
 
-def record(target: Path, evidence: Mapping[str, Any]) -> None:
-    """Put what a kernel check found into the Report of a finished DST."""
-    done = read_json(target / REPORT)
-    write_json(target / REPORT, done | {"kernel": evidence})
+def record(target: Path, key: str, evidence: Any) -> dict[str, Any]:
+    """Put what was found out afterwards into the Report of a finished DST; the new Report."""
+    done = read_json(target / REPORT) | {key: evidence}
+    write_json(target / REPORT, done)
+    return done
 
 
 def notes_of(target: Path) -> list[str]:

@@ -14,7 +14,7 @@ from transcode.names import GATE_UP, QKV, W1_W3, address, natural
 from transcode.producer import Form, Role
 from transcode.quant import Encoding
 from transcode.recognise import REFUSED
-from transcode.stacks import all_there, experts_of, same_projections
+from transcode.stacks import all_there, belong, experts_of, same_projections
 
 
 def require_family(checkpoint: Checkpoint, form: Form) -> None:
@@ -139,12 +139,9 @@ def require_experts(checkpoint: Checkpoint, modules: Mapping[str, Module]) -> No
         all_there(container, experts, checkpoint)
         same_projections(container, experts)
         for e, mine in experts.items():
-            gate, up, down = (mine[p].shape if p in mine else () for p in ("gate", "up", "down"))
-            if (gate and up and gate != up) or (up and down and up != down[::-1]):
-                raise FormatError(
-                    f"{container}.{e}: gate is {list(gate)}, up {list(up)}, down {list(down)}: "
-                    "they do not belong together"
-                )
+            if not belong(mine):
+                shapes = ", ".join(f"{part} is {list(m.shape)}" for part, m in mine.items())
+                raise FormatError(f"{container}.{e}: {shapes}: they do not belong together")
 
 
 def is_adapted(module: Module) -> bool:

@@ -21,6 +21,7 @@ from transcode.settled import (
     require_over_zeros,
 )
 from transcode.stacks import Options, Stack
+from transcode.valuecast import require_meant
 
 NAN = 0xFF
 
@@ -46,6 +47,7 @@ def settle(stack: Stack, options: Options, read: Reader) -> Settled:
     lift = scales.lift(1.0, options.dtype)
     for module in (m for group in stack.groups for m in group):
         mine, count = _prepared(module, read)
+        require_meant(module, mine, read)
         nan += count
         if (large := scales.overflows(mine, lift)).any():
             raise LayoutError(

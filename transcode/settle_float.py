@@ -19,6 +19,7 @@ from transcode.module import Module
 from transcode.quant import Encoding, powers
 from transcode.settled import Settled, over_codes, plain
 from transcode.stacks import Options, Stack
+from transcode.valuecast import require_meant
 
 
 def prepare(module: Module, options: Options, read: Reader) -> Tensor:
@@ -54,6 +55,7 @@ def settle(stack: Stack, options: Options, read: Reader) -> Settled:
     for module in (m for group in stack.groups for m in group):
         source = _values(module, read)
         value = source.to(dtype)
+        require_meant(module, read.tensor(module.scales), read)
         if not (torch.isfinite(source) & (source >= 0)).all():
             bad = source[~(torch.isfinite(source) & (source >= 0))][0].item()
             raise FormatError(f"{module.scales}: has {bad:g}, wanted finite scales >= 0")

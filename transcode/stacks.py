@@ -151,6 +151,12 @@ def same_projections(container: str, experts: Mapping[int, Mapping[str, Module]]
             raise FormatError(f"{container}.{e}: experts 0 and {e} differ in {differs}")
 
 
+def belong(parts: Mapping[str, Module]) -> bool:
+    """Whether an expert's gate and up are `[I, H]` and its down is `[H, I]`."""
+    gate, up, down = (parts[p].shape if p in parts else () for p in ("gate", "up", "down"))
+    return not ((gate and up and gate != up) or (up and down and up != down[::-1]))
+
+
 def siblings(
     checkpoint: Checkpoint, modules: Mapping[str, Module], wanted: Callable[[Module], bool]
 ) -> Iterator[list[Module]]:

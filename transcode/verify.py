@@ -24,8 +24,10 @@ from transcode.degrees import HIGHEST
 from transcode.destination import CHUNK, EXPERT_INDEX, MISLEADING
 from transcode.errors import CheckpointError, FormatError
 from transcode.files import INDEX, PLAN, REPORT, read_json, resolved
+from transcode.fix import mended
 from transcode.header import TensorInfo, read_header
 from transcode.job import Job
+from transcode.module import Recognised
 from transcode.output import Kind, Output
 from transcode.pack import members, padded_codes, pieces, raw_bytes
 from transcode.packed_config import quantization_config
@@ -49,7 +51,7 @@ def verify(source: Path, target: Path, device: torch.device) -> Iterator[str]:
     if not (root / "config.json").is_file():
         raise CheckpointError(f"{target}: no checkpoint: config.json is missing")
     written = read_json(root / "config.json").get("quantization_config")
-    checkpoint, recognised = opened(source)
+    checkpoint, recognised = _source(source, root)
     told = written if isinstance(written, dict) else {}
     packed = told.get("quant_method") == METHOD and told.get("layout") != "canonical"
     options = options_of(target, written) if packed else form_options(checkpoint, target)
@@ -61,6 +63,15 @@ def verify(source: Path, target: Path, device: torch.device) -> Iterator[str]:
         yield from _tensors(job, found)
         yield from _configs(checkpoint, job, root, found)
         yield from _companions(checkpoint, job, root)
+
+
+def _source(source: Path, root: Path) -> tuple[Checkpoint, Recognised]:
+    """SRC as the conversion took it: with what `check --fix` mended first, where it did."""
+    done = _read(root / REPORT)
+    if isinstance(done, str) or "mended" not in done:
+        return opened(source)
+    checkpoint, recognised, _ = mended(Checkpoint.open(source))
+    return checkpoint, recognised
 
 
 def options_of(target: Path, written: Any) -> Options:
@@ -98,7 +109,8 @@ def form_options(checkpoint: Checkpoint, target: Path) -> Options:
         raise FormatError(f"{target}: {REPORT}: unknown options")
     recipe = EncodingRecipe.of(told.get("encodings", {}))
     fused, drop_kv, fill_input, exact = (bool(told[key]) for key in keys)
-    form = Form(*targets()[name], fused, drop_kv, fill_input)
+    stay = told.get("codes_stay") is True
+    form = Form(*targets()[name], fused, drop_kv, fill_input, stay)
     dtype = activation_dtype(checkpoint)
     return Options(None, dtype, told["unify"], exact, form=form, recipe=recipe)
 

@@ -1,7 +1,7 @@
 """Whether a checkpoint loads, where, and what would be served silently wrong.
 
-Headers, configs, scalars and block scales are read; codes only under a scale that is zero or NaN.
-Values are judged of NVFP4 only; of other encodings, names, shapes, lists and configs are.
+Headers, configs, scalars and block scales are read; codes only under a scale that is zero or NaN,
+unless it is asked for: FP8's may be NaN. Global and input scales are judged of NVFP4 only.
 """
 
 from __future__ import annotations
@@ -19,7 +19,11 @@ from transcode.check.groups import of_groups
 from transcode.check.ignore import of_ignore
 from transcode.check.kv import of_kv
 from transcode.check.modules import of_modules
+from transcode.check.order import of_order
+from transcode.check.scales import of_scales
+from transcode.check.tp import of_tp
 from transcode.check.units import draft, units
+from transcode.check.v4 import of_v4
 from transcode.check.values import Values, groups_of, of_values
 from transcode.checkpoint import Checkpoint, reader
 from transcode.config import METHOD
@@ -36,14 +40,15 @@ from transcode.quant import Encoding
 from transcode.recognise import recognise
 from transcode.stacks import packable
 
-__all__ = ["LEVELS", "Finding", "examine", "verdict"]
+__all__ = ["LEVELS", "Finding", "concerning", "examine", "verdict"]
 
 MARLIN = "marlin-nvfp4"
 
 
-def examine(src: Path, runtime: str | None) -> list[Finding]:
+def examine(src: Path, runtime: str | None, *, codes: bool = False) -> list[Finding]:
     """All findings, or those that concern one runtime, the worst level first.
 
+    codes: whether FP8 codes are read too, which are most of the file.
     Raises CheckpointError for a folder that is no checkpoint at all.
     """
     _is_checkpoint(src)
@@ -52,9 +57,13 @@ def examine(src: Path, runtime: str | None) -> list[Finding]:
     except CheckpointError as error:
         found = [Finding("FAILS", "unsound", src.resolve().name, str(error))]
     else:
-        found = [*_judge(checkpoint)]
-    concerning = [f for f in found if runtime in (None, *f.runtimes) or not f.runtimes]
-    return sorted(concerning, key=lambda f: LEVELS.index(f.level))
+        found = [*_judge(checkpoint, codes=codes)]
+    return sorted(concerning(found, runtime), key=lambda f: LEVELS.index(f.level))
+
+
+def concerning(findings: Sequence[Finding], runtime: str | None) -> list[Finding]:
+    """Those that concern a runtime, or all for None."""
+    return [f for f in findings if runtime in (None, *f.runtimes) or not f.runtimes]
 
 
 def verdict(findings: Sequence[Finding], runtime: str | None) -> str:
@@ -86,7 +95,7 @@ def _is_checkpoint(src: Path) -> None:
         raise CheckpointError(f"{src}: no checkpoint: config.json is missing")
 
 
-def _judge(checkpoint: Checkpoint) -> Iterator[Finding]:
+def _judge(checkpoint: Checkpoint, *, codes: bool) -> Iterator[Finding]:
     yield from _ghosts(checkpoint)
     declared = Declared.of(checkpoint)
     if catalog.producer("canonical").claims(declared.raw):
@@ -96,7 +105,7 @@ def _judge(checkpoint: Checkpoint) -> Iterator[Finding]:
         yield _packed(declared)
         return
     recognised = recognise(checkpoint)
-    for finding in _foreign(checkpoint, declared, recognised):
+    for finding in _foreign(checkpoint, declared, recognised, codes=codes):
         yield _placed(finding, recognised.modules)
 
 
@@ -143,7 +152,7 @@ def _canonical(checkpoint: Checkpoint, declared: Declared) -> Iterator[Finding]:
 
 
 def _foreign(
-    checkpoint: Checkpoint, declared: Declared, recognised: Recognised
+    checkpoint: Checkpoint, declared: Declared, recognised: Recognised, *, codes: bool
 ) -> Iterator[Finding]:
     """All findings of a checkpoint that this program did not write."""
     yield from _index(checkpoint)
@@ -151,6 +160,9 @@ def _foreign(
     yield from of_modules(checkpoint, declared, recognised)
     yield from of_config(checkpoint, declared, recognised)
     yield from of_ignore(checkpoint, declared, units(checkpoint, recognised.modules))
+    yield from of_order(checkpoint, recognised.modules)
+    yield from of_v4(checkpoint, recognised.modules)
+    yield from of_tp(checkpoint, recognised.modules)
     yield from _form(checkpoint, recognised)
     plan, refusal = _plan(checkpoint)
     layout = catalog.layout(MARLIN)
@@ -162,6 +174,7 @@ def _foreign(
         values, groups = Values.read(ordered, read), groups_of(checkpoint, packed)
         yield from of_values(checkpoint, values, groups, read)
         yield from of_groups(checkpoint, declared, values, groups, plan, read)
+        yield from of_scales(checkpoint, recognised.modules, read, codes=codes)
     if plan is not None:
         fit = ", ".join(map(str, degrees(plan, checkpoint.text_config)))
         yield Finding(

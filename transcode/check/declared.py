@@ -81,6 +81,10 @@ class Declared:
         ignore = inner.get("exclude_modules") if inner else None
         if ignore is None:
             ignore = raw.get("ignore", raw.get("exclude_modules"))
+        if method == "fp8":
+            ignore = raw.get("ignored_layers") or raw.get("modules_to_not_convert")
+        elif method == "quark":
+            ignore = raw.get("exclude")
         scheme = raw.get("kv_cache_scheme") or inner.get("kv_cache_quant_algo")
         scheme = scheme or raw.get("kv_cache_quant_algo")
         if not scheme and raw.get("kv_cache_quant_config"):
@@ -119,6 +123,22 @@ class Declared:
     def compressed(self) -> bool:
         """Whether the runtimes read it as compressed-tensors'."""
         return self.method == "compressed-tensors"
+
+    @property
+    def native(self) -> bool:
+        """Whether it is FP8 as DeepSeek-V3 and its relatives write it: all linears but a list."""
+        return self.method == "fp8" and "moe_quant_algo" not in self.raw
+
+    @property
+    def quark(self) -> bool:
+        """Whether the runtimes read it as Quark's."""
+        return self.method == "quark"
+
+    @property
+    def eight(self) -> bool:
+        """Whether a linear that no list names is built with FP8 weights (native FP8, Quark)."""
+        weight = table(table(self.raw.get("global_quant_config")).get("weight"))
+        return self.native or (self.quark and str(weight.get("dtype")).startswith("fp8"))
 
     @property
     def mixed(self) -> bool:

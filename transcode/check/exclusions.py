@@ -5,10 +5,13 @@
 | ModelOpt           | exact, or a plain substring, or a glob | whole names of the path, or a glob |
 |                    |                                        | on the path or on one name of it   |
 | compressed-tensors | exact, or `re:` from the start         | the same, or the end of the path   |
+| native FP8         | exact; `experts` as in ModelOpt's      | whole names of the path            |
+| Quark              | exact, or `re:`; here also a glob; of experts any that lies in them         |
 
 Fused layers go by the name of the whole or by all members; some but not all is an error in both.
-Sources: vllm/model_executor/layers/quantization/{modelopt,utils/quant_utils,utils/config_utils}.py
-and sglang/srt/layers/quantization/{modelopt_quant,utils,compressed_tensors/utils}.py.
+Sources: vllm/model_executor/layers/quantization/{modelopt,fp8,quark/utils,utils/quant_utils,
+utils/config_utils}.py and sglang/srt/layers/quantization/{modelopt_quant,fp8,utils,
+compressed_tensors/utils}.py.
 """
 
 from __future__ import annotations
@@ -78,10 +81,14 @@ def _bare(unit: Unit) -> Unit:
 
 def excluded(declared: Declared, rules: Rules, unit: Unit, runtime: str) -> str:
     """Why a runtime builds a layer unquantised, "" if it does not; PARTLY where it raises."""
+    if declared.quark:
+        return _quark_excludes(rules, unit)
+    dialect = "native" if declared.native else "modelopt" if declared.modelopt else "compressed"
     excludes = {
-        (True, "vllm"): _vllm_excludes, (True, "sglang"): _sglang_excludes,
-        (False, "vllm"): _ct_vllm_excludes, (False, "sglang"): _ct_sglang_excludes,
-    }[declared.modelopt, runtime]  # fmt: skip
+        ("modelopt", "vllm"): _vllm_excludes, ("modelopt", "sglang"): _sglang_excludes,
+        ("compressed", "vllm"): _ct_vllm_excludes, ("compressed", "sglang"): _ct_sglang_excludes,
+        ("native", "vllm"): _fp8_vllm_excludes, ("native", "sglang"): _fp8_sglang_excludes,
+    }[dialect, runtime]  # fmt: skip
     entry = excludes(rules, unit)
     return entry or ("" if unit.bits else excludes(rules.bare, _bare(unit)))
 
@@ -125,6 +132,40 @@ def _in_path(entry: str, name: str) -> bool:
     return f".{entry.rstrip('.')}." in f".{name}."
 
 
+def _fp8_vllm_excludes(rules: Rules, unit: Unit) -> str:
+    if unit.experts:
+        entry = next((e for e in rules.entries if "experts" in e and unit.name in e), "")
+        return f"vLLM takes {entry!r} for the whole layer of experts" if entry else ""
+    if unit.name in rules.exact:
+        return f"{unit.name!r} is in the ignore list"
+    return _whole([m.name if m.name in rules.exact else "" for m in unit.modules])
+
+
+def _fp8_sglang_excludes(rules: Rules, unit: Unit) -> str:
+    names = [unit.name] if unit.experts else [m.name for m in unit.modules]
+    return _whole([next((e for e in rules.entries if _in_path(e, n)), "") for n in names])
+
+
+def _quark_excludes(rules: Rules, unit: Unit) -> str:
+    own = next((e for e in rules.entries if e.startswith(f"{unit.name}.")), "")
+    if unit.experts and own:
+        return f"{own!r} of the list lies in it"
+    names = [unit.name, *(m.name for m in looked_up(unit))]
+    hits = [
+        next((e for e, p in rules.globs if p.match(n)), "") or _ct_vllm(rules, n) for n in names
+    ]
+    if hits[0]:
+        return f"{hits[0]!r} of the ignore list matches it"
+    return _whole(hits[1:])
+
+
+def _whole(hits: list[str]) -> str:
+    """The entry that is meant for a fused layer, whose members must all be listed."""
+    if not any(hits):
+        return ""
+    return f"{next(filter(None, hits))!r} of the ignore list matches it" if all(hits) else PARTLY
+
+
 def _ct_vllm_excludes(rules: Rules, unit: Unit) -> str:
     return _ct_excludes(rules, unit, _ct_vllm, _ct_vllm)
 
@@ -142,10 +183,7 @@ def _ct_excludes(
     """The fused layer's own name first, then all of its members'."""
     if entry := "" if unit.experts else whole(rules, unit.name):
         return f"{entry!r} of the ignore list matches {unit.name}"
-    hits = [part(rules, m.name) for m in looked_up(unit)]
-    if not any(hits):
-        return ""
-    return f"{next(filter(None, hits))!r} of the ignore list matches it" if all(hits) else PARTLY
+    return _whole([part(rules, m.name) for m in looked_up(unit)])
 
 
 def _ct_exact(rules: Rules, name: str) -> str:

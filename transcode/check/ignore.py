@@ -22,6 +22,12 @@ LINEARS = frozenset((*COLUMNS, *ROWS, *REPLICATED))
 ROUTERS = ("qwen3_moe",)
 """Model types whose router vLLM builds with the quantization config (models/qwen3_moe.py)."""
 
+OWN = ("deepseek_v4", "deepseek_v41")
+"""Model types whose code says itself which linears are FP8, without a list."""
+
+CAST = "a BF16 weight is copied into an FP8 one, cast by value, with a scale that nobody wrote"
+"""What both runtimes do with an unquantised weight where an FP8 layer is built."""
+
 TOWERS = re.compile(r"vis|vit_|audio|image|encoder")
 """Parts of a name outside the language model, where runtimes quantise by rules of their own."""
 
@@ -30,7 +36,10 @@ def of_ignore(
     checkpoint: Checkpoint, declared: Declared, layers: Sequence[Unit]
 ) -> Iterator[Finding]:
     """Layers that are quantised but ignored, or that are not although no rule excludes them."""
-    if not (declared.modelopt or declared.compressed) or not declared.raw:
+    model = checkpoint.text_config.get("model_type")
+    native = declared.native and model not in OWN
+    judged = declared.modelopt or declared.compressed or native or declared.quark
+    if not judged or not declared.raw:
         return
     rules = Rules(declared.ignore)
     found: dict[tuple[str, str, str], dict[str, list[Unit]]] = {}
@@ -94,19 +103,32 @@ def _judge(
         return fails, "ignored-quantised", shapes
     if unit.bits:
         return fails, "other-bits", shapes
-    tied = leaf == "lm_head" and checkpoint.text_config.get("tie_word_embeddings")
+    head_less = leaf == "lm_head" and (declared.native or declared.quark or _tied(checkpoint))
     model = checkpoint.text_config.get("model_type")
-    if (leaf in LINEARS and not tied) or unit.experts:
+    if (leaf in LINEARS and not head_less) or unit.experts:
+        if declared.eight:
+            return "WEAK" if head else "WRONG", "unlisted", CAST
         return fails, "unlisted", shapes
     if leaf == "gate" and model in ROUTERS and runtime == "vllm":
-        return fails, "unlisted", f"vLLM builds {model}'s router with the quantization config"
+        level, then = ("WRONG", f", and {CAST}") if declared.eight else (fails, "")
+        return level, "unlisted", f"vLLM builds {model}'s router with the quantization config{then}"
+    if declared.native or declared.quark:
+        return None  # not everything that is listed nowhere is built quantised
     return "NOTE", "unlisted", "loads where the runtime leaves such a layer unquantised anyhow"
+
+
+def _tied(checkpoint: Checkpoint) -> bool:
+    return bool(checkpoint.text_config.get("tie_word_embeddings"))
 
 
 def _told(declared: Declared, rules: Rules, unit: Unit, runtime: str) -> tuple[int | None, str]:
     """The bits that a runtime expects, 0 for none, None if it cannot be said; and the rule."""
     if entry := excluded(declared, rules, unit, runtime):
         return (None, entry) if entry == PARTLY else (0, entry)
+    if declared.quark:
+        return unit.bits or 4, "exclude does not name it"
+    if declared.native:
+        return 8, "quant_method fp8 without such an entry in modules_to_not_convert"
     return _modelopt_expects(declared, unit) if declared.modelopt else _ct_expects(declared, unit)
 
 

@@ -153,7 +153,8 @@ def _silent(
     if packable and not judged(declared):
         why = f"not judged yet: how the runtimes read quant_method {declared.method!r}{found}"
     elif not packable:
-        why = f"not judged yet: check judges NVFP4 values only{found or '; nothing is quantised'}"
+        what = "of values other than NVFP4's, only scales that are no numbers are found"
+        why = f"not judged yet: {what}{found or '; nothing is quantised'}"
     else:
         return
     yield Finding("NOTE", "not-judged", checkpoint.path.name, why)
@@ -258,7 +259,8 @@ def _mtp(checkpoint: Checkpoint) -> Iterator[Finding]:
         yield Finding(
             "WEAK", "mtp-missing", "config.json",
             f"{key} is {count}, but there are no such tensors (older exports drop them): "
-            "speculative decoding with them is not to be had",
+            "speculative decoding with them is not to be had; transcode compose takes them from a "
+            "repository that has them",
         )  # fmt: skip
     if present and not declared:
         yield Finding(
