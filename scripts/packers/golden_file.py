@@ -40,6 +40,13 @@ class Kind:
     dtypes: tuple[str, ...] = ("bf16",)
     by: str = ""
     """The runtime whose functions they are, where the file has answers of several."""
+    releases: tuple[str, ...] = ()
+    """The versions of the runtime that have them, where not all do."""
+
+    def asks(self, runtime: Runtime) -> bool:
+        """Whether this runtime has the functions."""
+        has = not self.releases or runtime.wheel.version in self.releases
+        return has and self.by in ("", runtime.name)
 
     def answers(self, runtime: Runtime) -> Tensors:
         """What goes into and comes out of every case, by key."""
@@ -88,7 +95,7 @@ class GoldenFile:
 
     def answers(self, runtime: Runtime) -> Tensors:
         """Every tensor of the file, as one version of the runtime makes it."""
-        kinds = [kind for kind in self.kinds if kind.by in ("", runtime.name)]
+        kinds = [kind for kind in self.kinds if kind.asks(runtime)]
         return {key: value for kind in kinds for key, value in kind.answers(runtime).items()}
 
     def make(self, versions: Sequence[Runtime]) -> Tensors:

@@ -7,13 +7,13 @@ import sys
 import zipfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import ModuleType
 from typing import Any
-from unittest.mock import MagicMock
+from unittest.mock import MagicMock, patch
 
 from torch import Tensor
 
@@ -60,6 +60,8 @@ class Runtime:
     """The driven modules, and stand-ins with settings that a driven one reads."""
     repack: Callable[..., Tensor] | None = None
     """What stands for Marlin's CUDA operator, where it is driven."""
+    others: Mapping[str, Any] = field(default_factory=dict)
+    """Modules of other packages, which its functions import as they run."""
 
     def __str__(self) -> str:
         """Its name and version."""
@@ -77,16 +79,16 @@ class StandIn(ModuleType):
 
 
 class WheelImporter(MetaPathFinder, Loader):
-    """Imports `driven` modules from a wheel and a stand-in for every other part of a package."""
+    """Imports `driven` modules from a wheel and a stand-in for every other part of its packages."""
 
-    def __init__(self, wheel: Wheel, package: str, driven: Sequence[str]) -> None:
+    def __init__(self, wheel: Wheel, packages: Sequence[str], driven: Sequence[str]) -> None:
         self.wheel = wheel
-        self.package = package
+        self.packages = packages
         self.driven = driven
 
     def find_spec(self, name: str, path: object = None, target: object = None) -> ModuleSpec | None:
-        """Claim everything that belongs to the package."""
-        if name.partition(".")[0] != self.package:
+        """Claim everything that belongs to the packages."""
+        if name.partition(".")[0] not in self.packages:
             return None
         driven = name in self.driven
         return ModuleSpec(name, self, is_package=not driven or self.wheel.is_package(name))
@@ -103,24 +105,35 @@ class WheelImporter(MetaPathFinder, Loader):
 
 
 @contextmanager
-def importing(wheel: Wheel, package: str, driven: Sequence[str]) -> Iterator[None]:
-    """Let `import package...` mean this wheel, and forget it afterwards."""
-    importer = WheelImporter(wheel, package, driven)
+def importing(
+    wheel: Wheel, package: str, driven: Sequence[str], absent: Sequence[str] = ()
+) -> Iterator[None]:
+    """Let `import package...` mean this wheel, and forget it afterwards.
+
+    Of the packages in `absent`, which the driven modules import, there are stand-ins alone.
+    """
+    packages = (package, *absent)
+    importer = WheelImporter(wheel, packages, driven)
     sys.meta_path.insert(0, importer)
     try:
         yield
     finally:
         sys.meta_path.remove(importer)
-        for name in [name for name in sys.modules if name.partition(".")[0] == package]:
+        for name in [name for name in sys.modules if name.partition(".")[0] in packages]:
             del sys.modules[name]
 
 
 @contextmanager
-def present(modules: Mapping[str, ModuleType]) -> Iterator[None]:
-    """Let functions that import as they run find these modules, and no others of their packages."""
+def running(runtime: Runtime) -> Iterator[None]:
+    """Let functions that import as they run find their modules, without a GPU.
+
+    A tensor's `cuda` gives the tensor itself.
+    """
+    modules = {**runtime.modules, **runtime.others}
     sys.modules.update(modules)
     try:
-        yield
+        with patch.object(Tensor, "cuda", lambda tensor: tensor):
+            yield
     finally:
         for name in modules:
             del sys.modules[name]
