@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -82,6 +82,12 @@ def shared(by_dtype: dict[str, Tensors]) -> Iterator[tuple[str, str, Tensor]]:
             yield from ((name, dtype, tensors[name]) for dtype, tensors in by_dtype.items())
 
 
+def of_kinds(keys: Iterable[str], others: Iterable[str]) -> set[str]:
+    """The keys whose kind occurs among the others' kinds."""
+    kinds = {key.partition(".")[0] for key in others}
+    return {key for key in keys if key.partition(".")[0] in kinds}
+
+
 @dataclass(frozen=True)
 class GoldenFile:
     """A file of tests/golden that can be made again."""
@@ -103,9 +109,8 @@ class GoldenFile:
         expected: Tensors = {}
         for runtime in versions:
             found = self.answers(runtime)
-            kinds = {key.partition(".")[0] for key in found}
-            before = {key for key in expected if key.partition(".")[0] in kinds}
-            if before and found.keys() != before:
+            before, again = of_kinds(expected, found), of_kinds(found, expected)
+            if again != before:
                 raise SystemExit(f"{runtime} shares other tensors among the dtypes: {self.name}")
             if wrong := [key for key in before if not same(expected[key], found[key])]:
                 raise SystemExit(f"{runtime} gives other bytes: {self.name}: {', '.join(wrong)}")
