@@ -31,7 +31,10 @@ class Case(Protocol):
 
 @dataclass(frozen=True)
 class Kind:
-    """Cases that go through the same functions of a runtime."""
+    """Cases that go through the same functions of a runtime.
+
+    Kinds of one name are one kind, for which several runtimes have to give the same bytes.
+    """
 
     name: str
     functions: str
@@ -119,7 +122,7 @@ class GoldenFile:
 
     def keys(self) -> str:
         """How the keys are put together."""
-        kinds = "|".join(kind.name for kind in self.kinds)
+        kinds = "|".join(self.functions())
         dtypes = [name for name in DTYPES if any(name in kind.dtypes for kind in self.kinds)]
         if len(dtypes) == 1:
             return f"{{{kinds}}}.{dtypes[0]}.{{case}}.{{in|out}}.{{tensor}}"
@@ -127,6 +130,13 @@ class GoldenFile:
             f"{{{kinds}}}.{{{'|'.join(dtypes)}|any}}.{{case}}.{{in|out}}.{{tensor}}; "
             "any: the same for both dtypes, stored once"
         )
+
+    def functions(self) -> dict[str, str]:
+        """The functions of each kind, of all runtimes that answered it."""
+        found: dict[str, list[str]] = {}
+        for kind in self.kinds:
+            found.setdefault(kind.name, []).append(kind.functions)
+        return {name: " and ".join(of_one) for name, of_one in found.items()}
 
     def provenance(self, versions: Sequence[Runtime], repack: str) -> dict[str, object]:
         """Where the bytes come from, in words; `repack` tells of Marlin's operator's stand-in."""
@@ -141,7 +151,7 @@ class GoldenFile:
             **{name.lower(): of_one for name, of_one in by_name.items()},
             **(agreement if several else {}),
             "torch": torch.__version__,
-            "functions": {kind.name: kind.functions for kind in self.kinds},
+            "functions": self.functions(),
             **({"repack": repack} if repack else {}),
             "keys": self.keys(),
             "in": self.inputs,

@@ -26,6 +26,9 @@ LINEAR = "vllm.model_executor.kernels.linear"
 NVFP4_LINEAR = f"{LINEAR}.nvfp4.cutlass"
 MXFP4_LINEAR = f"{LINEAR}.mxfp4.flashinfer"
 MXFP8_LINEAR = f"{LINEAR}.mxfp8.flashinfer"
+MEGA = f"{LAYERS}.fused_moe.deep_gemm_mega_moe"
+THIRD_PARTY = "vllm.third_party.deep_gemm"
+TRANSFORM = f"{THIRD_PARTY}.mega"
 DRIVEN = (
     FP8,
     DEEP_GEMM,
@@ -40,6 +43,9 @@ DRIVEN = (
     NVFP4_LINEAR,
     MXFP4_LINEAR,
     MXFP8_LINEAR,
+    MEGA,  # not in vLLM 0.25.1
+    TRANSFORM,
+    f"{THIRD_PARTY}.utils.math",
     f"{UTILS}.quant_utils",
     "vllm.model_executor.utils",
     "vllm.scalar_type",
@@ -50,7 +56,8 @@ DRIVEN = (
 def load(path: Path, flashinfer_: Runtime | None = None) -> Runtime:
     """Import the functions of a wheel; what they would ask of a GPU is answered here."""
     wheel = Wheel.open(path)
-    with importing(wheel, "vllm", DRIVEN):
+    driven = [name for name in DRIVEN if wheel.has(name)]
+    with importing(wheel, "vllm", driven):
         platforms: Any = import_module("vllm.platforms")
         platforms.current_platform = SimpleNamespace(
             fp8_dtype=lambda: torch.float8_e4m3fn,
@@ -71,6 +78,6 @@ def load(path: Path, flashinfer_: Runtime | None = None) -> Runtime:
             (f"{LINEAR}.mxfp8.Mxfp8LinearKernel", "Mxfp8LinearKernel"),
         ):
             setattr(import_module(module), base, Base)
-        modules: dict[str, Any] = {name: import_module(name) for name in DRIVEN}
+        modules: dict[str, Any] = {name: import_module(name) for name in driven}
     others = flashinfer.offered(flashinfer_) if flashinfer_ else {}
     return Runtime("vLLM", wheel, modules, others=others)

@@ -40,6 +40,11 @@ class Wheel:
         """Whether a module is a folder."""
         return (self.root / f"{module.replace('.', '/')}/__init__.py").is_file()
 
+    def has(self, module: str) -> bool:
+        """Whether it has this module."""
+        path = self.root / module.replace(".", "/")
+        return path.is_dir() or path.with_suffix(".py").is_file()
+
     def source(self, module: str) -> str:
         """The source text of a module."""
         file = module.replace(".", "/") + ("/__init__" if self.is_package(module) else "")
