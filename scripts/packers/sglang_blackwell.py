@@ -16,7 +16,9 @@ UTILS = f"{QUANTIZATION}.utils"
 MODELOPT = f"{QUANTIZATION}.modelopt_quant"
 MEGA = "sglang.srt.layers.moe.mega_moe"
 MEGA_SM90 = "sglang.srt.layers.moe.mega_moe_sm90"
-DRIVEN = (FP8, UTILS, MODELOPT, MEGA, MEGA_SM90)
+TRTLLM = "sglang.srt.layers.moe.moe_runner.flashinfer_trtllm"
+MXFP4_TRTLLM = f"{QUANTIZATION}.mxfp4_flashinfer_trtllm_moe"
+DRIVEN = (FP8, UTILS, MODELOPT, MEGA, MEGA_SM90, TRTLLM, MXFP4_TRTLLM)
 FALSE = (*ABSENT, "get_bool_env_var", "is_gfx942_supported", "is_gfx1250_supported", "is_musa")
 """What SGLang asks of the machine, to be denied."""
 
@@ -40,9 +42,21 @@ def load(
         machine.ceil_div = lambda size, part: -(-size // part)
         machine.ceil_align = round_up
         kernels.is_fp8_fnuz = lambda: False
+        common: Any = import_module("sglang.srt.utils.common")
+        common.get_bool_env_var = lambda _name, default="false": default == "true"
+        runner: Any = import_module("sglang.srt.layers.moe.moe_runner.base")
+        runner.MoeQuantInfo = object
+        layers: Any = import_module("sglang.srt.layers.utils")
+        layers.copy_or_rebind_param = setattr
         modules: dict[str, Any] = {name: import_module(name) for name in DRIVEN}
     # The kernels' limits on sizes: the cases are smaller than they allow.
     modules[MEGA].check_mega_moe_shapes = lambda **_: None
+    if flashinfer_:  # which it believes to be absent
+        moe, fp4 = flashinfer_.modules[flashinfer.MOE], flashinfer_.modules[flashinfer.FP4]
+        trtllm = modules[MXFP4_TRTLLM]
+        trtllm._maybe_get_cached_w3_w1_permute_indices = moe._maybe_get_cached_w3_w1_permute_indices
+        trtllm.get_w2_permute_indices_with_cache = moe.get_w2_permute_indices_with_cache
+        trtllm.block_scale_interleave = fp4.block_scale_interleave
     others = {
         **(deep_gemm.offered(deep_gemm_) if deep_gemm_ else {}),
         **(flashinfer.offered(flashinfer_) if flashinfer_ else {}),
