@@ -21,6 +21,7 @@ NVFP4 = f"{UTILS}.nvfp4_utils"
 MXFP8 = f"{UTILS}.mxfp8_utils"
 ACTIVATION = f"{LAYERS}.fused_moe.activation"
 NVFP4_BACKENDS = f"{LAYERS}.fused_moe.oracle.nvfp4"
+FP8_BACKENDS = f"{LAYERS}.fused_moe.oracle.fp8"
 CUTLASS = f"{LAYERS}.fused_moe.experts.cutlass_moe"
 LINEAR = "vllm.model_executor.kernels.linear"
 NVFP4_LINEAR = f"{LINEAR}.nvfp4.cutlass"
@@ -39,6 +40,7 @@ DRIVEN = (
     ACTIVATION,
     NVFP4_BACKENDS,
     BACKENDS,
+    FP8_BACKENDS,
     CUTLASS,
     NVFP4_LINEAR,
     MXFP4_LINEAR,
