@@ -38,7 +38,9 @@ class Experts(nvfp4.Moe):
         return tensors
 
 
-def experts(hidden: int, inter: int, name: str, *, gated: bool = True, equal: bool = False) -> Experts:
+def experts(
+    hidden: int, inter: int, name: str, *, gated: bool = True, equal: bool = False
+) -> Experts:
     """Two experts of these sizes; some of their block scales are subnormal or zero."""
     full = f"{name}-h{hidden}-i{inter}-e2"
     w13, w2 = (up_to(MAX_448, low=0), up_to(MAX_16)), (up_to(MAX_16), up_to(MAX_448, low=0))
@@ -51,7 +53,7 @@ def padded(given: Tensors, hidden: int, inter: int) -> Tensors:
     before = given["w2_weight"].shape[-1] * 2
     for kind in ("weight", "weight_scale"):
         w13, w2 = given[f"w13_{kind}"], given[f"w2_{kind}"]
-        parts = w13.split(before, dim=1)
+        parts = torch.split(w13, before, dim=1)
         down = w2.shape[-1] * inter // before - w2.shape[-1]
         across = w13.shape[-1] * hidden // w2.shape[1] - w13.shape[-1]
         rows = [filled(part, across, inter - before) for part in parts]

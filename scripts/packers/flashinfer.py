@@ -51,6 +51,7 @@ def offered(flashinfer: Runtime) -> dict[str, Any]:
     fp4, moe = flashinfer.modules[FP4], flashinfer.modules[MOE]
     for name in ("block_scale_interleave", "nvfp4_block_scale_interleave"):
         setattr(package, name, getattr(fp4, name))
-    package.shuffle_matrix_a, package.shuffle_matrix_sf_a = fp4.shuffle_matrix_a, fp4.shuffle_matrix_sf_a
+    package.shuffle_matrix_a = fp4.shuffle_matrix_a
+    package.shuffle_matrix_sf_a = fp4.shuffle_matrix_sf_a
     package.reorder_rows_for_gated_act_gemm = moe.reorder_rows_for_gated_act_gemm
     return {**flashinfer.modules, "flashinfer": package, "flashinfer.fp4_quantization": fp4}

@@ -59,24 +59,20 @@ FILE = GoldenFile(
     "flashinfer_rows",
     "bytes: a matrix of uint8",
     (
-        Kind("shuffle", f"{FP4}.shuffle_matrix_a", shuffle, (Matrix(96, 5),), by="FlashInfer"),
+        Kind("shuffle", f"{FP4}.shuffle_matrix_a", shuffle, (Matrix(96, 5),)),
         Kind(
             "scales",
             f"{FP4}.block_scale_interleave, shuffle_matrix_sf_a; {STAND_IN}",
             scales,
             (Matrix(256, 12), Matrix(200, 11)),
-            by="FlashInfer",
         ),
         Kind(
             "gated",
             f"{MOE}.reorder_rows_for_gated_act_gemm",
             gated,
             (Matrix(96, 5),),
-            by="FlashInfer",
         ),
-        Kind(
-            "blocks", f"{MOE}.convert_to_block_layout", blocks, (Matrix(24, 384),), by="FlashInfer"
-        ),
+        Kind("blocks", f"{MOE}.convert_to_block_layout", blocks, (Matrix(24, 384),)),
     ),
     DRIVEN,
 )

@@ -135,7 +135,8 @@ class GoldenFile:
         """The functions of each kind, of all runtimes that answered it."""
         found: dict[str, list[str]] = {}
         for kind in self.kinds:
-            found.setdefault(kind.name, []).append(kind.functions)
+            only = f" ({', '.join(kind.releases)} only)" if kind.releases else ""
+            found.setdefault(kind.name, []).append(kind.functions + only)
         return {name: " and ".join(of_one) for name, of_one in found.items()}
 
     def provenance(self, versions: Sequence[Runtime], repack: str) -> dict[str, object]:
@@ -145,7 +146,9 @@ class GoldenFile:
             by_name.setdefault(runtime.name, []).append(runtime.wheel.version)
         names = " and ".join(f"{name}'s" for name in by_name)
         several = any(len(of_one) > 1 for of_one in by_name.values())
-        agreement = {"agreement": "all these versions gave the same bytes"}
+        beside = {str(of): of.digests() for runtime in versions for of in runtime.beside}
+        those = " that have the functions" if any(k.releases for k in self.kinds) else ""
+        agreement = {"agreement": f"all these versions{those} gave the same bytes"}
         return {
             "made_by": f"scripts/golden.py, on the CPU, from the Python files of {names} wheels",
             **{name.lower(): of_one for name, of_one in by_name.items()},
@@ -163,6 +166,7 @@ class GoldenFile:
                 }
                 for runtime in versions
             },
+            **({"beside": beside} if beside else {}),
         }
 
     def write(self, folder: Path, versions: Sequence[Runtime], repack: str = "") -> str:

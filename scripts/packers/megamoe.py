@@ -94,7 +94,9 @@ def mxfp4_by_sglang(sglang: Runtime, _case: Moe, given: Tensors, _dtype: torch.d
     """Drive `build_mega_moe_experts_weights` on scales that are numbers."""
     layer = module(
         {
-            **{f"{name}_weight": given[f"{name}_weight"].view(torch.int8) for name in ("w13", "w2")},
+            **{
+                f"{name}_weight": given[f"{name}_weight"].view(torch.int8) for name in ("w13", "w2")
+            },
             **{
                 f"{name}_weight_scale_inv": given[f"{name}_weight_scale"]
                 .view(torch.float8_e8m0fnu)

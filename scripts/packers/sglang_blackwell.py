@@ -23,10 +23,11 @@ FALSE = (*ABSENT, "get_bool_env_var", "is_gfx942_supported", "is_gfx1250_support
 """What SGLang asks of the machine, to be denied."""
 
 
-def load(
-    path: Path, deep_gemm_: Runtime | None = None, flashinfer_: Runtime | None = None
-) -> Runtime:
-    """Import the functions of a wheel; what they would ask of a GPU is answered here."""
+def load(path: Path, packing: Runtime, permutations: Runtime) -> Runtime:
+    """Import the functions of a wheel, and DeepGEMM's and FlashInfer's for them to call.
+
+    What they would ask of a GPU is answered here.
+    """
     wheel = Wheel.open(path)
     with importing(wheel, "sglang", DRIVEN, ("regex",)):
         machine: Any = import_module("sglang.srt.utils")
@@ -51,14 +52,12 @@ def load(
         modules: dict[str, Any] = {name: import_module(name) for name in DRIVEN}
     # The kernels' limits on sizes: the cases are smaller than they allow.
     modules[MEGA].check_mega_moe_shapes = lambda **_: None
-    if flashinfer_:  # which it believes to be absent
-        moe, fp4 = flashinfer_.modules[flashinfer.MOE], flashinfer_.modules[flashinfer.FP4]
-        trtllm = modules[MXFP4_TRTLLM]
-        trtllm._maybe_get_cached_w3_w1_permute_indices = moe._maybe_get_cached_w3_w1_permute_indices
-        trtllm.get_w2_permute_indices_with_cache = moe.get_w2_permute_indices_with_cache
-        trtllm.block_scale_interleave = fp4.block_scale_interleave
-    others = {
-        **(deep_gemm.offered(deep_gemm_) if deep_gemm_ else {}),
-        **(flashinfer.offered(flashinfer_) if flashinfer_ else {}),
-    }
-    return Runtime("SGLang", wheel, modules, others=others)
+    # It believes FlashInfer to be absent.
+    moe, fp4 = permutations.modules[flashinfer.MOE], permutations.modules[flashinfer.FP4]
+    trtllm = modules[MXFP4_TRTLLM]
+    trtllm._maybe_get_cached_w3_w1_permute_indices = moe._maybe_get_cached_w3_w1_permute_indices
+    trtllm.get_w2_permute_indices_with_cache = moe.get_w2_permute_indices_with_cache
+    trtllm.block_scale_interleave = fp4.block_scale_interleave
+    others = {**deep_gemm.offered(packing), **flashinfer.offered(permutations)}
+    beside = (packing, permutations)
+    return Runtime("SGLang", wheel, modules, beside=beside, others=others)

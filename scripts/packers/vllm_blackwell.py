@@ -55,8 +55,11 @@ DRIVEN = (
 )
 
 
-def load(path: Path, flashinfer_: Runtime | None = None) -> Runtime:
-    """Import the functions of a wheel; what they would ask of a GPU is answered here."""
+def load(path: Path, permutations: Runtime) -> Runtime:
+    """Import the functions of a wheel, and FlashInfer's `permutations` for them to call.
+
+    What they would ask of a GPU is answered here.
+    """
     wheel = Wheel.open(path)
     driven = [name for name in DRIVEN if wheel.has(name)]
     with importing(wheel, "vllm", driven):
@@ -81,5 +84,5 @@ def load(path: Path, flashinfer_: Runtime | None = None) -> Runtime:
         ):
             setattr(import_module(module), base, Base)
         modules: dict[str, Any] = {name: import_module(name) for name in driven}
-    others = flashinfer.offered(flashinfer_) if flashinfer_ else {}
-    return Runtime("vLLM", wheel, modules, others=others)
+    others = flashinfer.offered(permutations)
+    return Runtime("vLLM", wheel, modules, beside=(permutations,), others=others)

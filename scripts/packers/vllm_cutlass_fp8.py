@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import torch
 
-from scripts.packers.fp8 import BLOCK, Factors, Moe, scale_name
+from scripts.packers.fp8 import BLOCK, Moe, scale_name
 from scripts.packers.golden_file import GoldenFile, Kind
 from scripts.packers.tensors import Tensors
 from scripts.packers.vllm_blackwell import ACTIVATION, DRIVEN, FP8_BACKENDS

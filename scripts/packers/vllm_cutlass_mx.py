@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from scripts.packers import flashinfer
@@ -24,11 +26,11 @@ def prepare_mxfp8(vllm: Runtime, _case: Dense, given: Tensors, _dtype: torch.dty
     return linear(vllm, vllm.modules[MXFP8_LINEAR].FlashInferCutlassMxfp8LinearKernel, given)
 
 
-def linear(vllm: Runtime, kernel: type, given: Tensors) -> Tensors:
+def linear(vllm: Runtime, kernel: Any, given: Tensors) -> Tensors:
     """What a kernel of vLLM makes of a linear layer."""
     layer = module(given)
     with running(vllm):
-        kernel.process_weights_after_loading(kernel.__new__(kernel), layer)  # type: ignore[attr-defined]
+        kernel.process_weights_after_loading(kernel.__new__(kernel), layer)
     return held(layer, given)
 
 

@@ -65,7 +65,9 @@ def prepare_moe(vllm: Runtime, case: Experts, given: Tensors, _dtype: torch.dtyp
     return prepare(vllm, case, wide(case, given), "VLLM_CUTLASS")
 
 
-def prepare_flashinfer(vllm: Runtime, case: Experts, given: Tensors, _dtype: torch.dtype) -> Tensors:
+def prepare_flashinfer(
+    vllm: Runtime, case: Experts, given: Tensors, _dtype: torch.dtype
+) -> Tensors:
     """For FlashInfer's kernel, likewise."""
     return prepare(vllm, case, wide(case, given), "FLASHINFER_CUTLASS")
 

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-
 import torch
 
+from scripts.packers import flashinfer
 from scripts.packers.experts_nvfp4 import CONVENTION, Experts, experts, padded
 from scripts.packers.golden_file import GoldenFile, Kind
 from scripts.packers.mx import Moe
@@ -77,7 +76,9 @@ FILE = GoldenFile(
     "as uint8, row order; w13: gate over up. out: E8M0 under the dtype float8_e4m3fn, as vLLM "
     "hands it over",
     (
-        Kind("nvfp4", f"{PREPARE} for FLASHINFER_TRTLLM", prepare_nvfp4, NVFP4),
+        Kind(
+            "nvfp4", f"{PREPARE} for FLASHINFER_TRTLLM; {flashinfer.STAND_IN}", prepare_nvfp4, NVFP4
+        ),
         Kind(
             "nvfp4_padded",
             "as nvfp4, padded by it to H = 256 and I = 128",

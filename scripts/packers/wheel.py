@@ -42,8 +42,8 @@ class Wheel:
 
     def has(self, module: str) -> bool:
         """Whether it has this module."""
-        path = self.root / module.replace(".", "/")
-        return path.is_dir() or path.with_suffix(".py").is_file()
+        path = module.replace(".", "/")
+        return self.is_package(module) or (self.root / f"{path}.py").is_file()
 
     def source(self, module: str) -> str:
         """The source text of a module."""
@@ -55,6 +55,11 @@ class Wheel:
         return hashlib.sha256(self.source(module).encode()).hexdigest()
 
 
+def absent(*_: object, **__: object) -> Tensor:
+    """An operator that nothing stands for."""
+    raise NotImplementedError
+
+
 @dataclass(frozen=True)
 class Runtime:
     """One version of a runtime, as far as its packers need it."""
@@ -63,14 +68,20 @@ class Runtime:
     wheel: Wheel
     modules: Mapping[str, Any]
     """The driven modules, and stand-ins with settings that a driven one reads."""
-    repack: Callable[..., Tensor] | None = None
+    repack: Callable[..., Tensor] = absent
     """What stands for Marlin's CUDA operator, where it is driven."""
+    beside: tuple[Runtime, ...] = ()
+    """Other packages, whose functions it calls."""
     others: Mapping[str, Any] = field(default_factory=dict)
-    """Modules of other packages, which its functions import as they run."""
+    """Their modules, as its functions import them as they run."""
 
     def __str__(self) -> str:
         """Its name and version."""
         return f"{self.name} {self.wheel.version}"
+
+    def digests(self) -> dict[str, str]:
+        """The SHA-256 of the source text of each driven module."""
+        return {name: self.wheel.digest(name) for name in self.modules if self.wheel.has(name)}
 
 
 class StandIn(ModuleType):
