@@ -161,3 +161,20 @@ def test_deepgemm_reads_a_power_of_two_for_every_row_four_to_a_word() -> None:
         stack = padded if padded.dim() == 3 else padded[None]
         for matrix, made in zip(stack, answer.reshape(len(stack), -1), strict=True):
             assert torch.equal(Tiling(WORDS).apply(matrix).flatten(), made.view(torch.uint8))
+
+
+def test_cute_puts_the_scales_of_the_128x4_order_at_these_places() -> None:
+    """CUTLASS's `Sm1xxBlockScaledConfig` compiled for the host, 200 rows of 11 scales.
+
+    Source: NVIDIA/cutlass include/cutlass/detail/sm100_blockscaled_layout.hpp.
+    """
+    rows, columns = torch.arange(256)[:, None], torch.arange(12)[None]
+    stored = Tiling(CUTLASS).apply(rows * 1000 + columns).flatten().tolist()
+    for row, column, place in (
+        (199, 10, 2682),
+        (129, 5, 2065),
+        (0, 4, 512),
+        (1, 0, 16),
+        (32, 0, 4),
+    ):
+        assert stored[place] == row * 1000 + column
