@@ -47,16 +47,20 @@ def experts(
     return Experts(full, hidden, inter, w13, w2, gated=gated, equal=equal)
 
 
-def padded(given: Tensors, hidden: int, inter: int) -> Tensors:
-    """NVFP4 or MXFP4 experts with zeros up to these sizes, each projection by itself."""
+def padded(given: Tensors, hidden: int, inter: int, *, interleaved: bool = False) -> Tensors:
+    """NVFP4 or MXFP4 experts with zeros up to these sizes.
+
+    Each projection by itself, but where the rows of gate and up take turns.
+    """
     made = dict(given)
     before = given["w2_weight"].shape[-1] * 2
     for kind in ("weight", "weight_scale"):
         w13, w2 = given[f"w13_{kind}"], given[f"w2_{kind}"]
-        parts = torch.split(w13, before, dim=1)
+        parts = torch.split(w13, before * (2 if interleaved else 1), dim=1)
         down = w2.shape[-1] * inter // before - w2.shape[-1]
         across = w13.shape[-1] * hidden // w2.shape[1] - w13.shape[-1]
-        rows = [filled(part, across, inter - before) for part in parts]
+        more = (inter - before) * (2 if interleaved else 1)
+        rows = [filled(part, across, more) for part in parts]
         made[f"w13_{kind}"] = torch.cat(rows, 1)
         made[f"w2_{kind}"] = filled(w2, down, hidden - w2.shape[1])
     return made
