@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -31,7 +31,10 @@ class Case(Protocol):
 
 @dataclass(frozen=True)
 class Kind:
-    """Cases that go through the same functions of a runtime."""
+    """Cases that go through the same functions of a runtime.
+
+    Kinds of one name are one kind, for which several runtimes have to give the same bytes.
+    """
 
     name: str
     functions: str
@@ -40,6 +43,13 @@ class Kind:
     dtypes: tuple[str, ...] = ("bf16",)
     by: str = ""
     """The runtime whose functions they are, where the file has answers of several."""
+    releases: tuple[str, ...] = ()
+    """The versions of the runtime that have them, where not all do."""
+
+    def asks(self, runtime: Runtime) -> bool:
+        """Whether this runtime has the functions."""
+        has = not self.releases or runtime.wheel.version in self.releases
+        return has and self.by in ("", runtime.name)
 
     def answers(self, runtime: Runtime) -> Tensors:
         """What goes into and comes out of every case, by key."""
@@ -75,6 +85,12 @@ def shared(by_dtype: dict[str, Tensors]) -> Iterator[tuple[str, str, Tensor]]:
             yield from ((name, dtype, tensors[name]) for dtype, tensors in by_dtype.items())
 
 
+def of_kinds(keys: Iterable[str], others: Iterable[str]) -> set[str]:
+    """The keys whose kind occurs among the others' kinds."""
+    kinds = {key.partition(".")[0] for key in others}
+    return {key for key in keys if key.partition(".")[0] in kinds}
+
+
 @dataclass(frozen=True)
 class GoldenFile:
     """A file of tests/golden that can be made again."""
@@ -88,7 +104,7 @@ class GoldenFile:
 
     def answers(self, runtime: Runtime) -> Tensors:
         """Every tensor of the file, as one version of the runtime makes it."""
-        kinds = [kind for kind in self.kinds if kind.by in ("", runtime.name)]
+        kinds = [kind for kind in self.kinds if kind.asks(runtime)]
         return {key: value for kind in kinds for key, value in kind.answers(runtime).items()}
 
     def make(self, versions: Sequence[Runtime]) -> Tensors:
@@ -96,9 +112,8 @@ class GoldenFile:
         expected: Tensors = {}
         for runtime in versions:
             found = self.answers(runtime)
-            kinds = {key.partition(".")[0] for key in found}
-            before = {key for key in expected if key.partition(".")[0] in kinds}
-            if before and found.keys() != before:
+            before, again = of_kinds(expected, found), of_kinds(found, expected)
+            if again != before:
                 raise SystemExit(f"{runtime} shares other tensors among the dtypes: {self.name}")
             if wrong := [key for key in before if not same(expected[key], found[key])]:
                 raise SystemExit(f"{runtime} gives other bytes: {self.name}: {', '.join(wrong)}")
@@ -107,7 +122,7 @@ class GoldenFile:
 
     def keys(self) -> str:
         """How the keys are put together."""
-        kinds = "|".join(kind.name for kind in self.kinds)
+        kinds = "|".join(self.functions())
         dtypes = [name for name in DTYPES if any(name in kind.dtypes for kind in self.kinds)]
         if len(dtypes) == 1:
             return f"{{{kinds}}}.{dtypes[0]}.{{case}}.{{in|out}}.{{tensor}}"
@@ -116,6 +131,14 @@ class GoldenFile:
             "any: the same for both dtypes, stored once"
         )
 
+    def functions(self) -> dict[str, str]:
+        """The functions of each kind, of all runtimes that answered it."""
+        found: dict[str, list[str]] = {}
+        for kind in self.kinds:
+            only = f" ({', '.join(kind.releases)} only)" if kind.releases else ""
+            found.setdefault(kind.name, []).append(kind.functions + only)
+        return {name: " and ".join(of_one) for name, of_one in found.items()}
+
     def provenance(self, versions: Sequence[Runtime], repack: str) -> dict[str, object]:
         """Where the bytes come from, in words; `repack` tells of Marlin's operator's stand-in."""
         by_name: dict[str, list[str]] = {}
@@ -123,13 +146,15 @@ class GoldenFile:
             by_name.setdefault(runtime.name, []).append(runtime.wheel.version)
         names = " and ".join(f"{name}'s" for name in by_name)
         several = any(len(of_one) > 1 for of_one in by_name.values())
-        agreement = {"agreement": "all these versions gave the same bytes"}
+        beside = {str(of): of.digests() for runtime in versions for of in runtime.beside}
+        those = " that have the functions" if any(k.releases for k in self.kinds) else ""
+        agreement = {"agreement": f"all these versions{those} gave the same bytes"}
         return {
             "made_by": f"scripts/golden.py, on the CPU, from the Python files of {names} wheels",
             **{name.lower(): of_one for name, of_one in by_name.items()},
             **(agreement if several else {}),
             "torch": torch.__version__,
-            "functions": {kind.name: kind.functions for kind in self.kinds},
+            "functions": self.functions(),
             **({"repack": repack} if repack else {}),
             "keys": self.keys(),
             "in": self.inputs,
@@ -141,6 +166,7 @@ class GoldenFile:
                 }
                 for runtime in versions
             },
+            **({"beside": beside} if beside else {}),
         }
 
     def write(self, folder: Path, versions: Sequence[Runtime], repack: str = "") -> str:

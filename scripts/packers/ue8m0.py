@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import product
 from math import ceil
@@ -15,7 +14,7 @@ from scripts.packers.draw import draw_bytes, generator
 from scripts.packers.fp8 import BLOCK, USUAL
 from scripts.packers.golden_file import GoldenFile, Kind
 from scripts.packers.tensors import Tensors
-from scripts.packers.wheel import Runtime, present
+from scripts.packers.wheel import Runtime, running
 
 TOPS = (0x7E, 0x79, 0x78, 0x70, 0x41, 0x08, 0x03, 0x00)
 """The largest code in a block: 448, 288, 256, 128, 2.25, the least normal, a subnormal, zero."""
@@ -61,7 +60,7 @@ class Blocks:
 def by_vllm(vllm: Runtime, _case: Blocks, given: Tensors, _dtype: torch.dtype) -> Tensors:
     """Drive `requant_weight_ue8m0_inplace`, not compiled."""
     weight, scales = given["weight"].clone(), given["weight_scale_inv"].clone()
-    with present(vllm.modules), torch.compiler.set_stance("force_eager"):
+    with running(vllm), torch.compiler.set_stance("force_eager"):
         vllm.modules[vllm_blackwell.FP8].requant_weight_ue8m0_inplace(weight, scales)
     return {"weight": weight, "weight_scale_inv": scales}
 
@@ -82,8 +81,6 @@ def by_sglang(sglang: Runtime, _case: Blocks, given: Tensors, _dtype: torch.dtyp
     weight, scales = requantised(given["weight"], given["weight_scale_inv"])
     return {"weight": weight, "weight_scale_inv": scales}
 
-
-Prepare = Callable[[Runtime, Blocks, Tensors, torch.dtype], Tensors]
 
 CASES = (
     Blocks("usual-136x264", (136, 264), tops=(0x7E,)),
