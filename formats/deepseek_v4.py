@@ -124,7 +124,6 @@ PRODUCERS = (
                 "deepseek-v4",
                 "FP4 experts, FP8 blocks",
                 (Encoding.MXFP4, Encoding.FP8_BLOCK),
-                whole=True,
                 loads_in=READ,
             ),
             Target(

@@ -389,8 +389,8 @@ METHODS = {
     "torchao": "the unquantised checkpoint", "aqlm": "the unquantised checkpoint",
     "exl3": "ExLlama", "intel/auto-round": "or GPTQ",
     "bitnet": "the unquantised checkpoint", "eetq": "the unquantised checkpoint",
-    "brand-new": "does not become nvfp4", "fp8": "does not become nvfp4",
-    "quark": "does not become nvfp4", "mxfp4": "does not become nvfp4",
+    "brand-new": "no nvfp4 module", "fp8": "no nvfp4 module",
+    "quark": "no nvfp4 module", "mxfp4": "no nvfp4 module",
 }  # fmt: skip
 
 
@@ -399,7 +399,7 @@ def test_a_method_that_is_not_read_is_named_with_what_to_use(tmp_path: Path, met
     build(tmp_path / "src", replace(SPEC, attention="fp8", gate_up="bf16", down="bf16"))
     edit_config(tmp_path / "src", lambda c: c | {"quantization_config": {"quant_method": method}})
     refused(tmp_path / "src", repr(method), METHODS[method])
-    if METHODS[method] != "does not become nvfp4":
+    if METHODS[method] != "no nvfp4 module":
         ran = run("convert", "--to", "canonical", tmp_path / "src", tmp_path / "dst")
         one_line(ran, repr(method), METHODS[method])
 
@@ -703,14 +703,18 @@ def test_a_hidden_size_that_the_kernel_cannot_tile_even_padded(tmp_path: Path) -
     refused(tmp_path / "src", EXPERTS, "hidden size 96 of an MoE layer, wanted a multiple of 64")
 
 
-def test_blocks_of_32_alone_are_not_nvfp4(tmp_path: Path) -> None:
+def test_blocks_of_32_become_blocks_of_16_without_loss(tmp_path: Path) -> None:
     build(tmp_path / "src", replace(SPEC, attention="bf16"))
 
     def halve(t: Tensors) -> Tensors:
         return {n: x[:, ::2] if n.endswith("weight_scale") else x for n, x in t.items()}
 
     edit(tmp_path / "src", halve)
-    refused(tmp_path / "src", "is nvfp4-32", "does not become nvfp4")
+    ran = run("convert", "--to", "marlin-nvfp4", tmp_path / "src", tmp_path / "dst")
+    assert ran.code == 0, ran.err
+    assert run("verify", tmp_path / "src", tmp_path / "dst").code == 0
+    [entry] = json.loads((tmp_path / "dst" / "transcode_report.json").read_text())["recoded"]
+    assert (entry["from"], entry["to"], entry["changed"]) == ("nvfp4-32", "nvfp4", 0)
 
 
 @pytest.mark.parametrize("dialect", ["modelopt", "compressed-tensors"])

@@ -27,6 +27,12 @@ def mxfp4_to_mxfp8(source: QuantTensor) -> QuantTensor:
     return QuantTensor(Encoding.MXFP8, e4m3(unpacked4(source.codes)), source.scales)
 
 
+def halved(source: QuantTensor) -> QuantTensor:
+    """NVFP4 in blocks of 32 to blocks of 16, exact always: every scale stands twice."""
+    twice = source.scales.view(torch.uint8).repeat_interleave(2, -1).view(torch.float8_e4m3fn)
+    return QuantTensor(Encoding.NVFP4, source.codes, twice, source.global_scale)
+
+
 def top(scales: Tensor) -> int:
     """The largest exponent of E8M0 `[N, K/32]`, -127 if all bytes are 0."""
     return int(scales.view(torch.uint8).max()) - 127

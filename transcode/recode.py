@@ -40,8 +40,12 @@ EIGHT = (Encoding.FP8_TENSOR, Encoding.FP8_CHANNEL, Encoding.FP8_BLOCK)
 EXACT = {
     Encoding.MXFP4: (Encoding.FP8_BLOCK, Encoding.NVFP4, Encoding.MXFP8),
     Encoding.NVFP4: (Encoding.MXFP4,),
+    Encoding.NVFP4_32: (Encoding.NVFP4,),
 }
 """What an encoding may become without loss, if its scales allow it."""
+
+ALWAYS = ((Encoding.MXFP4, Encoding.MXFP8), (Encoding.NVFP4_32, Encoding.NVFP4))
+"""What is exact whatever the scales."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -90,6 +94,8 @@ class Recoded:
                 return change.mxfp4_to_nvfp4(source, self.exponent(read))
             case Encoding.MXFP4, Encoding.FP8_BLOCK:
                 return change.mxfp4_to_fp8(source, self.block)
+            case Encoding.NVFP4_32, Encoding.NVFP4:
+                return change.halved(source)
         stays = source.encoding is self.encoding and change.are_powers(source.scales)
         return source if stays else None
 
@@ -109,6 +115,8 @@ class Recoded:
 
     def factor(self, read: Reader) -> Tensor:
         """NVFP4's global scale, `[]` float32."""
+        if self.module.encoding is Encoding.NVFP4_32:
+            return read_scalars(self.module, read).factor
         if self.module.encoding is Encoding.MXFP4:
             return change.nvfp4_factor(self.exponent(read))
         return quantise.nvfp4_factor(self._largest(read))
@@ -136,7 +144,7 @@ class Recoded:
         source, target = self.module.encoding, self.encoding
         if source is target:
             return change.are_powers(read.tensor(self.module.scales))
-        if (source, target) == (Encoding.MXFP4, Encoding.MXFP8):
+        if (source, target) in ALWAYS:
             return True
         if source is not Encoding.MXFP4 or target not in EXACT[source]:
             return False
