@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -37,12 +37,33 @@ DTYPES = {
 
 
 @dataclass(frozen=True)
+class Borrowed:
+    """What `compose` took from another checkpoint.
+
+    tensors: how many the glob took.  replaced: how many of those the base had.  dropped: how many
+    others of the base it matches, which are left out.  shards: the other's, that have them.
+    """
+
+    glob: str
+    tensors: int
+    replaced: int
+    dropped: int
+    shards: tuple[Shard, ...]
+
+    def entry(self) -> dict[str, Any]:
+        """What the Report calls it."""
+        counts = {k: getattr(self, k) for k in ("glob", "tensors", "replaced", "dropped")}
+        return {**counts, "source": fingerprint(self.shards)}
+
+
+@dataclass(frozen=True)
 class Checkpoint:
     """A folder of safetensors with its config.
 
     tensors: every tensor of every shard, in the order of shards and headers.
     companions: other files that go along, relative names.
     ghosts: names in the index that no shard holds.  strays: tensors that the index does not name.
+    taken: what `compose` put in.
     """
 
     path: Path
@@ -55,6 +76,7 @@ class Checkpoint:
     ghosts: tuple[str, ...]
     strays: tuple[str, ...]
     notes: tuple[str, ...]
+    taken: tuple[Borrowed, ...] = ()
 
     @staticmethod
     def open(path: Path) -> Checkpoint:
@@ -97,7 +119,7 @@ class Checkpoint:
 
     def require_unchanged(self) -> None:
         """Raise CheckpointError if a shard is not what it was when it was opened."""
-        for shard in self.shards:
+        for shard in self.every_shard():
             try:
                 now = shard.path.stat()
             except OSError as error:
@@ -112,12 +134,22 @@ class Checkpoint:
         text = self.config.get("text_config")
         return text if isinstance(text, dict) else self.config
 
+    def every_shard(self) -> Iterator[Shard]:
+        """Its own, then those of what was taken."""
+        yield from self.shards
+        for one in self.taken:
+            yield from one.shards
+
     def fingerprint(self) -> list[dict[str, Any]]:
-        """Name, size and the header's sha256 of each shard: what the Report calls the source."""
-        return [
-            {"name": s.name, "size": s.header.size, "header_sha256": s.header.digest}
-            for s in self.shards
-        ]
+        """What the Report calls the source."""
+        return fingerprint(self.shards)
+
+
+def fingerprint(shards: Iterable[Shard]) -> list[dict[str, Any]]:
+    """Name, size and the header's sha256 of each shard."""
+    return [
+        {"name": s.name, "size": s.header.size, "header_sha256": s.header.digest} for s in shards
+    ]
 
 
 def _index_notes(root: Path, index: dict[str, str], found: list[Shard]) -> Iterator[str]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 
 from transcode.catalog import layouts_for
 from transcode.checkpoint import Checkpoint
@@ -44,7 +44,7 @@ def recoded(
     rows = rows_of(checkpoint, found, form)
     shared = {m.name: row for row in rows for m in row}
     layers = _rows(checkpoint, found, layers=True)
-    _require_alike([*layers, *_experts(found)], turned)
+    _require_alike(joined(checkpoint, found), turned)
     inputs = dict(
         input_scales(rows if recipe.inputs.per_expert else layers, turned, form, recipe.inputs)
         if form
@@ -178,10 +178,13 @@ def _rows(checkpoint: Checkpoint, modules: Mapping[str, Module], *, layers: bool
     return [row for row in rows if row] + [(m,) for n, m in modules.items() if n not in inside]
 
 
-def _experts(modules: Mapping[str, Module]) -> Iterator[tuple[Module, ...]]:
-    """All modules of a layer's experts."""
-    for experts in experts_of(modules).values():
-        yield tuple(m for parts in experts.values() for m in parts.values())
+def joined(checkpoint: Checkpoint, modules: Mapping[str, Module]) -> Rows:
+    """What runtimes join, so that it must be in one encoding: rows, and a layer's experts."""
+    layers = [
+        tuple(m for parts in experts.values() for m in parts.values())
+        for experts in experts_of(modules).values()
+    ]
+    return [*_rows(checkpoint, modules, layers=True), *layers]
 
 
 def _require_alike(rows: Rows, turned: Mapping[str, Encoding]) -> None:

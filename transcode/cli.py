@@ -17,6 +17,7 @@ from typing import Any
 import click
 
 from transcode import __version__
+from transcode.compose_command import take
 from transcode.errors import TranscodeError
 
 UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
@@ -276,6 +277,44 @@ def convert(
 
 
 @main.command()
+@DST
+@click.option(
+    "--base",
+    required=True,
+    type=click.Path(path_type=Path),
+    help="What DST is, but for what is taken.",
+)
+@take(required=True)
+@click.option("--to", "target", metavar="TARGET", help="Another form.  [default: the base's own]")
+@click.option("--dry-run", is_flag=True, help="Print the plan, made from headers; write nothing.")
+@click.option("--overwrite", is_flag=True, help="Replace DST once the new one is complete.")
+@click.option(
+    "--shard-size", type=Size(), default="5GB", show_default=True, help="The largest file."
+)
+@JSON
+def compose(
+    dst: Path,
+    base: Path,
+    takes: tuple[tuple[str, Path], ...],
+    target: str | None,
+    dry_run: bool,
+    overwrite: bool,
+    shard_size: int,
+    as_json: bool,
+) -> None:
+    """Put DST together from a base and tensors of others: MTP added back, a draft swapped in."""
+    with reporting(as_json, "interrupted; the same command goes on where this one stopped"):
+        from transcode.compose_command import compose as put_together
+
+        done, text = put_together(
+            dst, base, takes, target, shard_size, overwrite=overwrite, dry_run=dry_run
+        )
+        for note in done.get("notes", ()):
+            click.echo(f"transcode: {one_line(note)}", err=True)
+        say(json.dumps(done, indent=2) if as_json else text)
+
+
+@main.command()
 @SRC
 @DST
 @DEVICE
@@ -292,6 +331,7 @@ def convert(
     help="vLLM's compiled file; once for each.  [default: the installed vLLM's]",
 )
 @click.option("--all", "everything", is_flag=True, help="Run every layer and expert, not a sample.")
+@take(required=False)
 @JSON
 def verify(
     src: Path,
@@ -300,6 +340,7 @@ def verify(
     kernel: bool,
     libraries: tuple[Path, ...],
     everything: bool,
+    takes: tuple[tuple[str, Path], ...],
     as_json: bool,
 ) -> None:
     """Prove DST against SRC, reading both from disk."""
@@ -308,7 +349,7 @@ def verify(
         from transcode.report import notes_of
         from transcode.verify import verify as differences
 
-        found = list(differences(src, dst, device_for(device)))
+        found = list(differences(src, dst, device_for(device), takes))
         result: dict[str, Any] = {"equal": not found, "differences": found}
         equal = "\n".join(found) or f"{dst} is what convert makes of {src}: every tensor proved"
         for note in [] if found else notes_of(dst):

@@ -84,8 +84,9 @@ def identity(checkpoint: Checkpoint, plan: Plan, version: str) -> dict[str, Any]
         "shard_size": options.shard_size,
         "encodings": options.recipe.asked(),
         "source": checkpoint.fingerprint(),
+        "taken": [one.entry() for one in checkpoint.taken],
         "origin": asdict(origins(checkpoint)) if options.form else None,
-        "last change of each shard": [shard.header.changed for shard in checkpoint.shards],
+        "last change of each shard": [shard.header.changed for shard in checkpoint.every_shard()],
         "config": checkpoint.config,
         "hf_quant_config": checkpoint.hf_quant_config,
     }

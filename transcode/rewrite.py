@@ -17,7 +17,7 @@ from transcode.origins import origins
 from transcode.output import Kind, Output
 from transcode.outputs import single, stacked
 from transcode.plan import Plan, consumed, cut, once
-from transcode.producer import Form, Role
+from transcode.producer import Configs, Form, Role
 from transcode.quant import Encoding
 from transcode.recognise import quantization
 from transcode.sayable import (
@@ -41,7 +41,8 @@ def make(checkpoint: Checkpoint, modules: Mapping[str, Module], options: Options
     require_family(checkpoint, form)
     known = {name: adapted(module, form) for name, module in modules.items()}
     quantised = {n: m for n, m in known.items() if m.encoding is not Encoding.UNQUANTISED}
-    require_encodings(quantised, form, checkpoint.text_config.get("model_type"))
+    model_type = checkpoint.text_config.get("model_type")
+    require_encodings(quantised, form, model_type, taken=bool(checkpoint.taken))
     require_experts(checkpoint, known)
     source, filled = origins(checkpoint), missing(quantised, form)
     layers = [*containers(checkpoint, quantised, form)]
@@ -67,7 +68,7 @@ def make(checkpoint: Checkpoint, modules: Mapping[str, Module], options: Options
     names = {standard(n) if m.name in quantised else n: m for n, m in known.items()}
     assert form.producer.describe is not None
     told = tell(checkpoint, form, names, outputs, word, filled)
-    configs = form.producer.describe(told)
+    configs = form.producer.describe(told) if quantised else Configs(None)
     shards = cut("model", [*outputs, *kv_scales, *copies], options.shard_size)
     notes = tuple(_notes(checkpoint, quantised, form, len(taken)))
     return Plan(options, known, tuple(stacks(checkpoint, quantised, layers)),

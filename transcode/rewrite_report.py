@@ -56,6 +56,7 @@ def rewrite_report(checkpoint: Checkpoint, job: Job, companions: Sequence[str]) 
             "shard_size": plan.options.shard_size,
         },
         "source": checkpoint.fingerprint(),
+        **({"taken": [t.entry() for t in checkpoint.taken]} if checkpoint.taken else {}),
         "loads_in": [asdict(loads) for loads in loads_in],
         "modules": dict(Counter(str(m.encoding) for m in plan.modules.values())),
         "proved": _proved(job),

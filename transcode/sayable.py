@@ -46,10 +46,15 @@ def adapted(module: Module, form: Form) -> Module:
     return replace(module, encoding=Encoding.NVFP4, parts=parts | {Role.SCALES: twice})
 
 
-def require_encodings(quantised: Mapping[str, Module], form: Form, model_type: object) -> None:
-    """The encodings that the target asks for, and has a form for."""
+def require_encodings(
+    quantised: Mapping[str, Module], form: Form, model_type: object, *, taken: bool
+) -> None:
+    """The encodings that the target asks for, and has a form for; taken: whether something was put
+    in from another checkpoint."""
     kinds = sorted({str(m.encoding) for m in quantised.values()})
     wanted = form.target.encodings
+    if not kinds and not form.producer.formats and taken:
+        return  # compose: plain weights among plain weights
     if not kinds:
         raise FormatError("nothing in the checkpoint is quantised")
     if wanted and not any(m.encoding in wanted for m in quantised.values()):

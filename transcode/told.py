@@ -48,7 +48,7 @@ def tell(
         Group(encoding, how, block, "F8_E8M0" if scales == "E8M0" else "F32", tuple(names))
         for (encoding, how, block, scales), names in found.items()
     )
-    if not groups:
+    if not groups and not checkpoint.taken:
         raise FormatError("there is nothing quantised to write")
     place = {name: i for i, group in enumerate(groups) for name in group.modules}
     return Told(

@@ -18,6 +18,7 @@ from tqdm import tqdm
 
 from transcode.catalog import targets, variant
 from transcode.checkpoint import Checkpoint, reader
+from transcode.compose import Takes, composed
 from transcode.config import METHOD, activation_dtype, form_configs, target_config
 from transcode.convert import decide, indexes, metadata_of, plan_of
 from transcode.degrees import HIGHEST
@@ -43,15 +44,18 @@ from transcode.unpacked import opened
 UNIFY = ("fold", "rescale", "none", "keep")
 
 
-def verify(source: Path, target: Path, device: torch.device) -> Iterator[str]:
-    """Every difference, one line each; raises what makes SRC or DST unreadable."""
+def verify(source: Path, target: Path, device: torch.device, takes: Takes = ()) -> Iterator[str]:
+    """Every difference, one line each; raises what makes SRC or DST unreadable.
+
+    takes: what `compose` took, where SRC is its base.
+    """
     root = resolved(target)
     if not root.is_dir():
         raise CheckpointError(f"{target}: no such folder")
     if not (root / "config.json").is_file():
         raise CheckpointError(f"{target}: no checkpoint: config.json is missing")
     written = read_json(root / "config.json").get("quantization_config")
-    checkpoint, recognised = _source(source, root)
+    checkpoint, recognised = composed(source, takes) if takes else _source(source, root)
     told = written if isinstance(written, dict) else {}
     packed = told.get("quant_method") == METHOD and told.get("layout") != "canonical"
     options = options_of(target, written) if packed else form_options(checkpoint, target)
@@ -68,6 +72,9 @@ def verify(source: Path, target: Path, device: torch.device) -> Iterator[str]:
 def _source(source: Path, root: Path) -> tuple[Checkpoint, Recognised]:
     """SRC as the conversion took it: with what `check --fix` mended first, where it did."""
     done = _read(root / REPORT)
+    if not isinstance(done, str) and "taken" in done:
+        globs = " ".join(f"--take '{one['glob']}' from OTHER" for one in done["taken"])
+        raise FormatError(f"{root} was put together by compose: verify {source} {root} {globs}")
     if isinstance(done, str) or "mended" not in done:
         return opened(source)
     checkpoint, recognised, _ = mended(Checkpoint.open(source))
