@@ -98,9 +98,8 @@ def test_what_is_replaced_by_bf16_is_gone_and_ignored(tmp_path: Path, plain: Pat
     stale = [n for n in after if n.startswith("model.layers.0.mlp.experts.") and "scale" in n]
     assert not stale
     assert done["taken"][0]["dropped"] > 0
-    assert (
-        "model.layers.0.mlp.experts*" in config(tmp_path / "dst")["quantization_config"]["ignore"]
-    )
+    ignore = config(tmp_path / "dst")["quantization_config"]["ignore"]
+    assert "model.layers.0.mlp.experts" in ignore
 
 
 def test_plain_weights_among_plain_weights(tmp_path: Path, plain: Path) -> None:
