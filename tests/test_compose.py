@@ -118,7 +118,7 @@ def test_a_plain_base_takes_the_form_of_what_is_quantised(tmp_path: Path, plain:
     assert done["modules"]["nvfp4"] == 24
 
 
-def refused(base: Path, target: Path, *words: object) -> str:
+def refused(base: Path, target: Path, *words: str | Path) -> str:
     ran = run("compose", target, "--base", base, *words)
     assert ran.code in (1, 2), ran.out
     assert not target.exists()

@@ -188,6 +188,11 @@ def main() -> None:
     help="Form: give experts without a valid input scale the largest of their layer's.",
 )
 @click.option(
+    "--pad-for-tp",
+    type=click.IntRange(2, 64),
+    help="Form: pad experts by zeros, and change the config's size, so that N ranks share them.",
+)
+@click.option(
     "--for",
     "runtime",
     type=click.Choice(["vllm", "sglang"]),
@@ -222,6 +227,7 @@ def convert(
     fused: bool,
     drop_kv_scales: bool,
     fill_input_scale: bool,
+    pad_for_tp: int | None,
     runtime: str | None,
     activations: str | None,
     dry_run: bool,
@@ -248,9 +254,13 @@ def convert(
             raise click.BadParameter(f"no {target!r}; there are {known}", param_hint="--to")
         form = None
         if target in forms:
-            form = Form(*forms[target], fused, drop_kv_scales, fill_input_scale)
+            form = Form(
+                *forms[target], fused, drop_kv_scales, fill_input_scale, pad_for_tp=pad_for_tp or 1
+            )
             if dtype or tp > 1 or activations:
                 raise click.UsageError("--dtype, --tp and --activations are for kernels' layouts")
+        elif pad_for_tp:
+            raise click.UsageError("--pad-for-tp is for forms; layouts have --tp")
         elif fused or drop_kv_scales or fill_input_scale:
             raise click.UsageError("--fused, --drop-kv-scales and --fill-input-scale are for forms")
         layout = None if form else catalog.layout(target, runtime, activations)

@@ -79,6 +79,8 @@ def form_configs(checkpoint: Checkpoint, configs: Configs) -> dict[str, dict[str
     config |= dict(configs.top)
     if configs.dtype:
         _in_dtype(config, configs.dtype)
+    text = config.get("text_config")
+    (text if isinstance(text, dict) else config).update(configs.sizes)
     if configs.quantization is not None:
         config |= {"quantization_config": configs.quantization}
     beside = {"hf_quant_config.json": configs.hf_quant} if configs.hf_quant else {}

@@ -146,12 +146,13 @@ class Told:
 @dataclass(frozen=True)
 class Configs:
     """What is written: `quantization_config` (None: none), hf_quant_config.json, and other keys of
-    config.json. dtype: the weights' where they are decoded."""
+    config.json. dtype: the weights' where they are decoded. sizes: what changes in the text config."""
 
     quantization: dict[str, Any] | None
     dtype: str = ""
     hf_quant: dict[str, Any] | None = None
     top: Mapping[str, Any] = field(default_factory=dict)
+    sizes: Mapping[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -230,6 +231,7 @@ class Form:
     fused: stack the experts, where the producer does so for the family.
     drop_kv: leave out KV scales that the target cannot say.
     fill_input: give experts without a valid input scale the largest of their layer's.
+    pad_for_tp: how many ranks have to get whole tiles of every expert; 1 pads nothing.
     codes_stay: do not make FP8's scales one, which may round codes again (`check --fix`).
     """
 
@@ -239,13 +241,15 @@ class Form:
     drop_kv: bool = False
     fill_input: bool = False
     codes_stay: bool = False
+    pad_for_tp: int = 1
 
-    def asked(self) -> dict[str, bool]:
+    def asked(self) -> dict[str, bool | int]:
         """What was asked, as the Report and a plan keep it."""
         return {
             "fused": self.fused,
             "drop_kv_scales": self.drop_kv,
             "fill_input_scale": self.fill_input,
+            "pad_for_tp": self.pad_for_tp,
             **({"codes_stay": True} if self.codes_stay else {}),
         }
 

@@ -15,6 +15,7 @@ from transcode.producer import Role
 from transcode.quant import Encoding
 from transcode.recode import EXACT, Part, Recoded, meaning, source_of
 from transcode.stacks import GROUPS, Options
+from transcode.widen import Wider
 
 
 @dataclass(frozen=True)
@@ -30,7 +31,11 @@ class Loss:
 def parts(modules: Mapping[str, Module]) -> Iterator[tuple[str, Recoded]]:
     """The modules whose encoding changes."""
     for name, module in modules.items():
-        if module.was and isinstance(made := module.codes.made, Part):
+        if not module.was:
+            continue
+        made = module.codes.made
+        made = made.of.made if isinstance(made, Wider) else made
+        if isinstance(made, Part):
             yield name, made.recoded
 
 

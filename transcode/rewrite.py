@@ -7,6 +7,7 @@ turned over, and everything that is not quantised is carried.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 
 from transcode.checkpoint import Checkpoint
 from transcode.header import TensorInfo
@@ -32,6 +33,7 @@ from transcode.sayable import (
 from transcode.stacking import containers, stacks
 from transcode.stacks import Options, experts_of
 from transcode.told import standard, tell
+from transcode.widen import widened
 
 
 def make(checkpoint: Checkpoint, modules: Mapping[str, Module], options: Options) -> Plan:
@@ -40,6 +42,7 @@ def make(checkpoint: Checkpoint, modules: Mapping[str, Module], options: Options
     assert form is not None
     require_family(checkpoint, form)
     known = {name: adapted(module, form) for name, module in modules.items()}
+    known, sizes = widened(checkpoint, known, form.pad_for_tp)
     quantised = {n: m for n, m in known.items() if m.encoding is not Encoding.UNQUANTISED}
     model_type = checkpoint.text_config.get("model_type")
     require_encodings(quantised, form, model_type, taken=bool(checkpoint.taken))
@@ -69,8 +72,9 @@ def make(checkpoint: Checkpoint, modules: Mapping[str, Module], options: Options
     assert form.producer.describe is not None
     told = tell(checkpoint, form, names, outputs, word, filled)
     configs = form.producer.describe(told) if quantised else Configs(None)
+    configs = replace(configs, sizes=sizes)
     shards = cut("model", [*outputs, *kv_scales, *copies], options.shard_size)
-    notes = tuple(_notes(checkpoint, quantised, form, len(taken)))
+    notes = (*_notes(checkpoint, quantised, form, len(taken)), *_padded(form, sizes))
     return Plan(options, known, tuple(stacks(checkpoint, quantised, layers)),
                 tuple(shards), configs, told.groups, notes)  # fmt: skip
 
@@ -82,6 +86,14 @@ def _unused(module: Module, form: Form) -> Iterator[TensorInfo]:
     stray = stray_input(module)
     if stray and (is_adapted(module) or not form.quantises_inputs(module.encoding)):
         yield stray
+
+
+def _padded(form: Form, sizes: Mapping[str, int]) -> Iterator[str]:
+    """What --pad-for-tp did."""
+    for key, wide in sizes.items():
+        yield f"experts are padded by zeros: {key} is {wide} now, for {form.pad_for_tp} ranks"
+    if form.pad_for_tp > 1 and not sizes:
+        yield f"experts are as wide as {form.pad_for_tp} ranks want: nothing is padded"
 
 
 def _notes(

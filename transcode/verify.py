@@ -116,8 +116,10 @@ def form_options(checkpoint: Checkpoint, target: Path) -> Options:
         raise FormatError(f"{target}: {REPORT}: unknown options")
     recipe = EncodingRecipe.of(told.get("encodings", {}))
     fused, drop_kv, fill_input, exact = (bool(told[key]) for key in keys)
-    stay = told.get("codes_stay") is True
-    form = Form(*targets()[name], fused, drop_kv, fill_input, stay)
+    stay, ranks = told.get("codes_stay") is True, told.get("pad_for_tp")
+    if type(ranks) is not int or not 1 <= ranks <= HIGHEST:
+        raise FormatError(f"{target}: {REPORT}: pad_for_tp {ranks!r}")
+    form = Form(*targets()[name], fused, drop_kv, fill_input, stay, ranks)
     dtype = activation_dtype(checkpoint)
     return Options(None, dtype, told["unify"], exact, form=form, recipe=recipe)
 
