@@ -146,7 +146,10 @@ class Told:
 @dataclass(frozen=True)
 class Configs:
     """What is written: `quantization_config` (None: none), hf_quant_config.json, and other keys of
-    config.json. dtype: the weights' where they are decoded. sizes: what changes in the text config."""
+    config.json.
+
+    dtype: the weights' where they are decoded.  sizes: what changes in the text config.
+    """
 
     quantization: dict[str, Any] | None
     dtype: str = ""
