@@ -67,7 +67,7 @@ def move(moves: Moves, source: Tensor, out: Tensor, table: Tensor | None) -> Non
 @cache
 def _compiled(word: int) -> Callable[..., None]:
     """`_run` for words of so many bits, compiled by running it on no tiles."""
-    with _uninterrupted():
+    with uninterrupted():
         from numba import njit  # slow to import
 
         compiled: Callable[..., None] = njit(nogil=True)(_run)
@@ -88,7 +88,7 @@ def _pairs(table: Array | None) -> Array:
 
 
 @contextmanager
-def _uninterrupted() -> Iterator[None]:
+def uninterrupted() -> Iterator[None]:
     """Hold a Ctrl-C back: inside LLVM's callbacks it would be printed and forgotten."""
     if threading.current_thread() is not threading.main_thread():
         yield

@@ -63,6 +63,15 @@ def _nvfp4(value: Tensor, factor: Tensor, search: str) -> tuple[Tensor, Tensor]:
 
 def _swept(blocks: Tensor, centre: Tensor) -> Tensor:
     """The byte of the best E4M3 scale for each of `[N, G, 16]` blocks, over the global scale."""
+    if blocks.device.type == "cpu":
+        from transcode.kernels._sweep import sweep
+
+        return sweep(blocks, centre, BELOW, ABOVE)
+    return swept(blocks, centre)
+
+
+def swept(blocks: Tensor, centre: Tensor) -> Tensor:
+    """The definition of `_swept`, on any device."""
     best, found = torch.full(centre.shape, torch.inf, device=blocks.device), centre
     for step in range(-BELOW, ABOVE + 1):
         byte = (centre + step).clamp(1, 126)
