@@ -11,6 +11,7 @@ import torch
 
 from tests import packed, producers
 from tests.build import Spec, Tensors, edit, edit_config
+from tests.convert import run
 from tests.layout_sources import EXPERTS, FP8, MOE, MX, MXFP8, UP, Q, source
 from tests.producers import Kind
 from tests.rewriting import one_thread, proved, refused
@@ -125,17 +126,19 @@ def test_a_variant_that_there_is_not_is_refused_with_those_there_are(
 @pytest.mark.parametrize(
     ("layout", "spec", "words", "others"),
     [
-        ("marlin-mxfp8", FP8, "does not become mxfp8 here", ["marlin-fp8"]),
-        ("marlin-mxfp4", replace(FP8, gate_up="nvfp4"), "does not become mxfp4 here",
+        ("marlin-mxfp8", FP8, "fp8-tensor to mxfp8 changes", ["marlin-fp8"]),
+        ("marlin-mxfp4", replace(FP8, gate_up="nvfp4"), "fp8-channel to mxfp4 changes",
          ["marlin-fp8"]),
-        ("marlin-fp8", MXFP8, "does not become fp8-tensor or fp8-channel or fp8-block here",
-         ["marlin-mxfp8"]),
+        ("marlin-fp8", MXFP8, "mxfp8 to fp8-block changes", ["marlin-mxfp8"]),
     ],
     ids=["fp8", "both", "mxfp8"],
 )  # fmt: skip
 def test_without_the_layouts_encoding_the_layouts_that_fit_are_named(
     tmp_path: Path, layout: str, spec: Spec | Kind, words: str, others: list[str]
 ) -> None:
-    error = refused(layout, source(tmp_path / "src", spec), tmp_path / "dst")
+    ran = run("convert", "--to", layout, source(tmp_path / "src", spec), tmp_path / "dst")
+    error = ran.err
+    assert ran.code == 4
     assert words in error
+    assert "--lossy allows it" in error
     assert sorted(error.strip().partition("layouts for it: ")[2].split(", ")) == others

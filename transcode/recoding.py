@@ -8,6 +8,7 @@ from typing import Any
 
 from tqdm import tqdm
 
+from transcode.catalog import layouts_for
 from transcode.checkpoint import Reader
 from transcode.errors import LossError
 from transcode.module import Module
@@ -113,8 +114,10 @@ def told(losses: Mapping[str, Loss], modules: Mapping[str, Module]) -> Iterator[
 def _lossless(encoding: Encoding) -> str:
     """The way without loss, as the end of a sentence."""
     exact = ", ".join(EXACT.get(encoding, ()))
-    kept = f"a form or layout for {encoding} keeps all"
-    return f"; {kept}" + f" ({exact} may, where the scales allow it)" * bool(exact)
+    if encoding is Encoding.UNQUANTISED:
+        return ""
+    kept = f"; a form for {encoding} keeps all" + layouts_for([encoding])
+    return kept + f" ({exact} may, where the scales allow it)" * bool(exact)
 
 
 def measured(one: Recoded, read: Reader) -> Loss:
