@@ -115,7 +115,8 @@ def _concerned(
     """The modules whose width follows from the key, and their new one."""
     config, inner_norms = checkpoint.text_config, normed(checkpoint)
     own = {config.get(k) for k in OWN}
-    count = config.get("n_shared_experts")
+    told = config.get("n_shared_experts")
+    count = told if isinstance(told, int) else 1
     for module in modules.values():
         where = address(module.name)
         if len(module.shape) != 2 or not where.projection:
@@ -127,7 +128,7 @@ def _concerned(
             if mine != width:
                 raise FormatError(f"{module.name} is {mine} wide, other experts {width}")
             yield module, wide
-        elif where.shared and isinstance(count, int) and mine == count * width:
+        elif where.shared and mine == count * width and mine not in own:
             yield module, count * wide
         elif key == "intermediate_size" and mine == width and mine not in own:
             yield module, wide
