@@ -55,7 +55,8 @@ def compose(
     if target is not None and target not in forms:
         known = ", ".join(forms)
         raise click.BadParameter(f"no form {target!r}; there are {known}", param_hint="--to")
-    guard(base, dst, overwrite=overwrite)
+    for source in (base, *(other for _, other in takes)):
+        guard(source, dst, overwrite=overwrite)
     checkpoint, recognised = composed(base, takes)
     form = Form(*forms[target]) if target else form_of(checkpoint, recognised.modules)
     options = line.Ask(None, form=form, shard_size=shard_size).options(checkpoint)
