@@ -61,9 +61,9 @@ def pack_e4m3(table: str, scales: Tensor, factor: float) -> Tensor:
     return apply(BYTES, scales, 8, _stored_bytes(factor, table).to(scales.device))
 
 
-def unpack_e4m3(stored: Tensor, factor: float) -> Tensor:
+def unpack_e4m3(stored: Tensor, factor: float, shape: tuple[int, int]) -> Tensor:
     """`[K/16, N]` S0E5M3 bytes back to `[N, K/16]` float8_e4m3fn; flushed scales come as zero."""
-    return undo(BYTES, stored, stored.shape[::-1], 8, _scale_bytes(factor).to(stored.device))
+    return undo(BYTES, stored, shape, 8, _scale_bytes(factor).to(stored.device))
 
 
 def flushed(scales: Tensor, factor: float, dtype: str) -> Tensor:
@@ -107,8 +107,8 @@ def _pack_e8m0(scales: Tensor, factor: float) -> Tensor:
     return apply(BYTES, scales, 8)
 
 
-def _unpack_e8m0(stored: Tensor, factor: float) -> Tensor:
-    return undo(BYTES, stored, stored.shape[::-1], 8)
+def _unpack_e8m0(stored: Tensor, factor: float, shape: tuple[int, int]) -> Tensor:
+    return undo(BYTES, stored, shape, 8)
 
 
 def _zero(scales: Tensor, factor: float, dtype: str) -> Tensor:
@@ -131,9 +131,9 @@ def _pack_e8m0_a8(scales: Tensor, factor: float) -> Tensor:
     return apply(COLUMNS, scales, 8, ((torch.arange(256) + MORE) % 256).to(scales))
 
 
-def _unpack_e8m0_a8(stored: Tensor, factor: float) -> Tensor:
+def _unpack_e8m0_a8(stored: Tensor, factor: float, shape: tuple[int, int]) -> Tensor:
     table = ((torch.arange(256) - MORE) % 256).to(stored)
-    return undo(COLUMNS, stored, stored.shape[::-1], 8, table)
+    return undo(COLUMNS, stored, shape, 8, table)
 
 
 E8M0_A8 = Scales(
@@ -149,9 +149,9 @@ def pack_floats(scales: Tensor, factor: float) -> Tensor:
     return apply(_order(scales.shape[1]), scales * factor, 16)
 
 
-def unpack_floats(stored: Tensor, factor: float) -> Tensor:
+def unpack_floats(stored: Tensor, factor: float, shape: tuple[int, int]) -> Tensor:
     """`[G, N]` back to `[N, G]`."""
-    return undo(_order(stored.shape[0]), stored, stored.shape[::-1], 16) / factor
+    return undo(_order(shape[1]), stored, shape, 16) / factor
 
 
 def _order(groups: int) -> Tiling:

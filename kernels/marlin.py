@@ -59,6 +59,7 @@ def codes_of(tiling: Tiling, bits: int) -> Codes:
     """Codes of so many bits in this order."""
     return Codes(
         bits,
+        "I32",
         lambda n, k: (k // 16, n * bits // 2),
         partial(pack_codes, tiling, bits),
         partial(unpack_codes, tiling, bits),
@@ -164,7 +165,7 @@ LAYOUTS = (
         runtime="sglang",
         release="0.5.23",
         interleaves=False,
-        dense=False,
+        dense="refused",
         scales=scales.E8M0_ONES,
     ),
     replace(
@@ -172,7 +173,7 @@ LAYOUTS = (
         variant="vllm-a8",
         title="Marlin GEMM, FP8 activations",
         activations="fp8",
-        dense=False,
+        dense="refused",
         tilings={
             "weight": (CODES4_A8, 4),
             "weight_scale": (scales.COLUMNS, 8),

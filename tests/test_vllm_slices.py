@@ -81,6 +81,7 @@ def sources(case: Case, order: str) -> Sources:
 def packed(case: Case, order: str, tp: int, at: int) -> Sources:
     """A part of every expert, each packed by itself, then stacked."""
     layout, lift = case.packer, LIFT[case.packer.scales.dtype]
+    assert layout.bias
     how: dict[str, Callable[[Tensor], Tensor]] = {
         "weight": layout.codes.pack,
         "weight_scale": lambda scales: layout.scales.pack(scales, lift),

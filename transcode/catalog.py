@@ -48,17 +48,23 @@ def layouts() -> dict[str, tuple[Layout, ...]]:
     return found
 
 
-def layout(name: str, runtime: str | None = None, activations: str | None = None) -> Layout:
-    """The layout of this name, for a runtime and activations if they are given; LayoutError with
-    those that there are."""
+def layout(
+    name: str, runtime: str | None = None, activations: str | None = None, word: str | None = None
+) -> Layout:
+    """The layout of this name, for a runtime, activations and variant if they are given;
+    LayoutError with those that there are."""
     if name not in layouts():
         raise LayoutError(f"no layout {name!r}; there are {', '.join(layouts())}")
     for one in layouts()[name]:
-        if runtime in (None, one.runtime) and activations in (None, one.activations):
+        same = runtime in (None, one.runtime) and activations in (None, one.activations)
+        if same and word in (None, one.variant):
             return one
+    kind = f"variant {word!r} " if word else ""
     asked = " with ".join(filter(None, (f"for {runtime}" * bool(runtime), activations)))
-    there = " and ".join(f"for {one.runtime} with {one.activations}" for one in layouts()[name])
-    raise LayoutError(f"{name} {asked}: there is no such variant, only {there} activations")
+    there = " and ".join(
+        f"{one.variant!r} for {one.runtime} with {one.activations}" for one in layouts()[name]
+    )
+    raise LayoutError(f"{name} {kind}{asked}: there is no such variant, only {there} activations")
 
 
 def layouts_for(encodings: Iterable[Encoding]) -> str:

@@ -195,13 +195,16 @@ def main() -> None:
 @click.option(
     "--for",
     "runtime",
-    type=click.Choice(["vllm", "sglang"]),
+    type=click.Choice(["vllm", "sglang", "flashinfer"]),
     help="Layout: this runtime's variant.  Form: refuse what this runtime does not load.",
 )
 @click.option(
     "--activations",
-    type=click.Choice(["16-bit", "fp8"]),
-    help="Layout: the activations that the kernel takes.  [default: 16-bit]",
+    type=click.Choice(["16-bit", "fp8", "fp4"]),
+    help="Layout: the activations that the kernel takes.  [default: the layout's first]",
+)
+@click.option(
+    "--variant", help="Layout: one of its variants, by the name that `transcode layouts` gives."
 )
 @click.option("--dry-run", is_flag=True, help="Print the plan, made from headers; write nothing.")
 @click.option("--overwrite", is_flag=True, help="Replace DST once the new one is complete.")
@@ -230,6 +233,7 @@ def convert(
     pad_for_tp: int | None,
     runtime: str | None,
     activations: str | None,
+    variant: str | None,
     dry_run: bool,
     overwrite: bool,
     shard_size: int,
@@ -257,13 +261,17 @@ def convert(
             form = Form(
                 *forms[target], fused, drop_kv_scales, fill_input_scale, pad_for_tp=pad_for_tp or 1
             )
-            if dtype or tp > 1 or activations:
-                raise click.UsageError("--dtype, --tp and --activations are for kernels' layouts")
+            if dtype or tp > 1 or activations or variant:
+                raise click.UsageError(
+                    "--dtype, --tp, --activations and --variant are for kernels' layouts"
+                )
+            if runtime == "flashinfer":
+                raise click.UsageError("--for flashinfer is for kernels' layouts")
         elif pad_for_tp:
             raise click.UsageError("--pad-for-tp is for forms; layouts have --tp")
         elif fused or drop_kv_scales or fill_input_scale:
             raise click.UsageError("--fused, --drop-kv-scales and --fill-input-scale are for forms")
-        layout = None if form else catalog.layout(target, runtime, activations)
+        layout = None if form else catalog.layout(target, runtime, activations, variant)
         given = recipe.InputScales.given(input_scale, per_expert=input_scale_per_expert)
         asked = recipe.EncodingRecipe(
             recipe.rules_of(rules, recipe_file), scale_search, lossy, given
@@ -474,11 +482,21 @@ def layouts(context: click.Context) -> None:
     if context.invoked_subcommand is None:
         for name, variants in known().items():
             for layout in variants:
-                asked = "" if layout is variants[0] else f" --for {layout.runtime}"
-                asked = " --activations fp8" if layout.activations == "fp8" else asked
+                asked = _asked(layout, variants)
                 title = f"{layout.title} ({', '.join(layout.dtypes)}), as {layout.runtime} packs"
                 encodings = ", ".join(layout.encodings)
-                click.echo(f"{name + asked:34} from {encodings}: {title}")
+                click.echo(f"{name + asked:35} from {encodings}: {title}")
+
+
+def _asked(layout: Any, variants: tuple[Any, ...]) -> str:
+    """What tells a layout from the others of its name."""
+    if layout is variants[0]:
+        return ""
+    if layout.runtime != variants[0].runtime:
+        return f" --for {layout.runtime}"
+    if layout.activations != variants[0].activations:
+        return f" --activations {layout.activations}"
+    return f" --variant {layout.variant}"
 
 
 @layouts.command()

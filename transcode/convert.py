@@ -32,11 +32,13 @@ from transcode.destination import (
 )
 from transcode.errors import FormatError, LayoutError, LossError, Mismatch
 from transcode.files import INDEX, REPORT
+from transcode.given_inputs import input_factors
 from transcode.job import Job
 from transcode.module import Recognised
 from transcode.output import OutputShard
 from transcode.pack import bias, pieces, raw_bytes
 from transcode.packed_config import quantization_config
+from transcode.packed_outputs import takes_inputs
 from transcode.packed_stack import Unpack
 from transcode.plan import Plan, make
 from transcode.producer import Form, Role
@@ -79,7 +81,8 @@ class Ask:
                 wanted = " or ".join(self.layout.dtypes)
                 raise LayoutError(f"--dtype {dtype}: {self.layout.name} has kernels for {wanted}")
             dtype = self.layout.dtypes[0]
-        kept = self.form and self.unify in ("", "none")
+        both = self.layout and self.layout.factor and self.layout.factor.each
+        kept = (self.form and self.unify in ("", "none")) or (both and not self.unify)
         unify = "keep" if kept else self.unify or "fold"
         return Options(
             self.layout, dtype, unify, self.exact, self.tp, self.shard_size, self.form,
@@ -135,7 +138,11 @@ def decide(checkpoint: Checkpoint, plan: Plan, read: Reader, device: torch.devic
     rounded = [*inexact_biases(plan, unified, read)]
     if plan.options.exact and rounded:
         raise LossError(f"{rounded[0]}.bias is not exact in {plan.options.dtype}")
-    return Job(plan, unified, settled, read, device, tuple(rounded), recoded=losses)
+    job = Job(plan, unified, settled, read, device, tuple(rounded), recoded=losses)
+    for stack in plan.stacks:
+        if takes_inputs(stack, plan.options.layout):
+            input_factors(job, stack)
+    return job
 
 
 def inexact_biases(plan: Plan, unified: Unified, read: Reader) -> Iterator[str]:

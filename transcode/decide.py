@@ -21,7 +21,7 @@ from transcode.output import Output
 from transcode.outputs import KEPT
 from transcode.plan import Plan
 from transcode.producer import E8M0, Form, Role
-from transcode.quant import Encoding
+from transcode.quant import FP8
 from transcode.recoding import judge
 from transcode.rewritten import loss, made, turns, value
 from transcode.sayable import layers_of, missing
@@ -29,8 +29,6 @@ from transcode.settle_e4m3 import NAN, prepare
 from transcode.unify import Unified, unify
 from transcode.unify_fp8 import one_scale, unify_fp8
 from transcode.valuecast import require_meant
-
-EIGHT = (Encoding.FP8_TENSOR, Encoding.FP8_CHANNEL, Encoding.FP8_BLOCK)
 
 
 def decide(checkpoint: Checkpoint, plan: Plan, read: Reader, device: torch.device) -> Job:
@@ -74,7 +72,7 @@ def _sound(quantised: Mapping[str, Module], read: Reader) -> None:
             continue
         scales = read.tensor(module.scales)
         require_meant(module, scales, read)
-        if module.encoding not in EIGHT or module.scales.dtype in E8M0:
+        if module.encoding not in FP8 or module.scales.dtype in E8M0:
             continue
         scales = scales.float()
         if not (scales.isfinite() & (scales >= 0)).all():

@@ -63,7 +63,7 @@ def _serves(layout: Layout, stack: Stack, d: int, config: Mapping[str, Any]) -> 
     if stack.fused == "w13":
         return rows[0] % d == 0 and _tiles(layout, [n // d for n in rows], k)
     if stack.fused == "w2":
-        return _by_rows(stack, d) and _tiles(layout, rows, k // d)
+        return _by_rows(layout, stack, d) and _tiles(layout, rows, k // d)
     logical = [m.shape for m in stack.groups[0]]
     unpadded = stack.padded.whole and all(
         shape == (n, k) for shape, n in zip(logical, rows, strict=True)
@@ -77,15 +77,16 @@ def _serves(layout: Layout, stack: Stack, d: int, config: Mapping[str, Any]) -> 
     down = all(role in ROWS for role in roles)
     parts = [_part(n, d, role, config) for n, role in zip(rows, roles, strict=True)]
     by_columns = all(parts) and _tiles(layout, parts, k)
-    by_rows = _by_rows(stack, d) and _tiles(layout, rows, k // d)
+    by_rows = _by_rows(layout, stack, d) and _tiles(layout, rows, k // d)
     return unpadded and (by_columns or down) and (by_rows or columns)
 
 
-def _by_rows(stack: Stack, d: int) -> bool:
+def _by_rows(layout: Layout, stack: Stack, d: int) -> bool:
     """Whether K is cut between whole tiles and groups. A rank that is left with one group would
     take its scales for those of whole rows, which lie in another order."""
-    group, k = group_of(stack.first), stack.padded.k
-    return k % (d * max(16, group)) == 0 and (not group or k == group or k // d > group)
+    group, k, tile = group_of(stack.first), stack.padded.k, layout.tile[1]
+    apart = not group or k == group or k // d > group
+    return tile > 0 and k % (d * max(tile, group)) == 0 and apart
 
 
 def _part(n: int, d: int, role: str, config: Mapping[str, Any]) -> int:
@@ -96,4 +97,5 @@ def _part(n: int, d: int, role: str, config: Mapping[str, Any]) -> int:
 
 
 def _tiles(layout: Layout, rows: list[int] | tuple[int, ...], k: int) -> bool:
-    return all(n % 64 == 0 for n in rows) and layout.serves(sum(rows), k)
+    tile = layout.tile[0]
+    return tile > 0 and all(n % tile == 0 for n in rows) and layout.serves(sum(rows), k)

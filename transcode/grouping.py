@@ -9,7 +9,7 @@ from transcode.checkpoint import Checkpoint
 from transcode.errors import FormatError, LayoutError
 from transcode.module import Module
 from transcode.names import address, family, natural
-from transcode.spec import Layout, Padded
+from transcode.spec import Layout, Order, Padded
 from transcode.stacks import (
     Options,
     Stack,
@@ -29,6 +29,7 @@ def expert_stacks(
     layout = options.layout
     own = family(checkpoint.text_config.get("model_type")).fused
     turns = layout.interleaves and own is not None and own.interleaved
+    order: Order = "interleaved" if turns else layout.order
     for container, experts in sorted(experts_of(modules).items(), key=lambda e: natural(e[0])):
         if not any(packable(m, layout) for parts in experts.values() for m in parts.values()):
             continue
@@ -53,9 +54,8 @@ def expert_stacks(
         if first["up"] in packed:
             padded = Padded((size,) * len(gated), wide, True)
             groups = tuple(tuple(experts[e][p] for p in gated) for e in sorted(experts))
-            yield _checked(
-                Stack(container, "w13", groups, padded, turns and len(gated) > 1), layout
-            )
+            only = "gate_up" if len(gated) == 1 else order
+            yield _checked(Stack(container, "w13", groups, padded, only), layout)
         if first["down"] in packed:
             padded = Padded((wide,), size, True)
             groups = tuple((experts[e]["down"],) for e in sorted(experts))
@@ -105,7 +105,7 @@ def dense_stacks(
     groups = siblings(checkpoint, modules, lambda m: packable(m, layout))
     for members in sorted(groups, key=lambda g: natural(g[0].name)):
         first = members[0]
-        if not layout.dense:
+        if layout.dense == "refused":
             raise LayoutError(
                 f"{first.name}: {layout.runtime} has a kernel for experts only in {layout.name} "
                 f"with {layout.activations} activations, and this is a single linear"
@@ -149,6 +149,10 @@ def _group(module: Module, layout: Layout) -> int:
         wanted = " or ".join(str(g) for g in layout.groups if g)
         raise LayoutError(
             f"{module.name}: {group} columns share a scale, {layout.name} wants {wanted}"
+        )
+    if module.block not in (None, (128, 128)) and layout.scales.of != "rows":
+        raise LayoutError(
+            f"{module.name} has tiles of {module.block}, {layout.name} wants 128 x 128"
         )
     return group
 

@@ -23,6 +23,7 @@ class Kind(StrEnum):
     SCALE = "weight_scale"
     GLOBAL = "global"
     BIAS = "bias"
+    INPUT = "input_scale"
     SOURCE_SCALE = "source_weight_scale"
     SOURCE_GLOBAL = "source_global_scale"
     SOURCE_INPUT = "source_input_scale"

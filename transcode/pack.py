@@ -11,6 +11,7 @@ from torch.nn.functional import pad
 from transcode.checkpoint import DTYPES, Reader
 from transcode.errors import FormatError, LayoutError, Mismatch
 from transcode.fold import scaled
+from transcode.given_inputs import input_factors
 from transcode.job import Job
 from transcode.module import Module
 from transcode.output import Kind, Output
@@ -19,6 +20,7 @@ from transcode.producer import Role
 from transcode.quant import powers
 from transcode.rewritten import made
 from transcode.settle import prepare
+from transcode.spec import Parts
 from transcode.stacks import Stack
 from transcode.unify import Unified
 
@@ -32,6 +34,8 @@ def pieces(output: Output, job: Job) -> Iterator[Tensor]:
         yield copied(output, job)
     elif output.kind is Kind.GLOBAL:
         yield _global(job, stack, output.member)
+    elif output.kind is Kind.INPUT:
+        yield input_factors(job, stack) if stack.fused else input_factors(job, stack)[0]
     else:
         for e in range(len(stack.groups)):
             yield _PIECES[output.kind](job, output, e)
@@ -68,6 +72,14 @@ def _stack(output: Output) -> Stack:
     return output.stack
 
 
+def _parts(job: Job, output: Output) -> Parts:
+    return _stack(output).stored(job.plan.options.layout)
+
+
+def _rectangle(t: Tensor) -> tuple[int, int]:
+    return t.shape[0], t.shape[1]
+
+
 def padded_codes(job: Job, output: Output, e: int) -> Tensor:
     """Members' codes as rows of one matrix, `[N, K/2]` or `[N, K]` uint8, with zero padding.
 
@@ -87,14 +99,15 @@ def padded_codes(job: Job, output: Output, e: int) -> Tensor:
 
 
 def padded_scales(job: Job, output: Output, e: int) -> Tensor:
-    """Members' block scales as prepared, `[N, G]`, with zero padding."""
+    """Members' block scales as prepared, `[R, G]`, with padding."""
     stack, parts = _stack(output), list[Tensor]()
     for i in members(output):
         scales = prepare(stack.groups[e][i], job.unified, job.plan.options, job.read)
         raw = scales.view(torch.uint8) if scales.element_size() == 1 else scales
-        fill = job.plan.options.layout.scales.fill
-        parts.append(_padded(raw, stack.padded.rows[i], stack.scales, fill).view(scales.dtype))
-    return stack.join(parts)
+        layout = job.plan.options.layout
+        rows, fill = stack.scale_rows(i, layout), layout.scales.fill
+        parts.append(_padded(raw, rows, stack.scales, fill).view(scales.dtype))
+    return parts[0] if stack.one_scale(job.plan.options.layout) else stack.join(parts)
 
 
 def _padded(t: Tensor, rows: int, columns: int, fill: int = 0) -> Tensor:
@@ -105,7 +118,7 @@ def _padded(t: Tensor, rows: int, columns: int, fill: int = 0) -> Tensor:
 
 def _weight(job: Job, output: Output, e: int) -> Tensor:
     codes = padded_codes(job, output, e).to(job.device)
-    stored = job.plan.options.layout.codes
+    stored = _parts(job, output).codes
     words = stored.pack(codes)
     if not torch.equal(stored.unpack(words), codes):
         raise _mismatch(job, output, e, "codes do")
@@ -114,13 +127,13 @@ def _weight(job: Job, output: Output, e: int) -> Tensor:
 
 def _scale(job: Job, output: Output, e: int) -> Tensor:
     scales = padded_scales(job, output, e).to(job.device)
-    how, lift = job.plan.options.layout.scales, float(job.settled[_stack(output).name].lift[e])
+    how, lift = _parts(job, output).scales, float(job.settled[_stack(output).name].lift[e])
     stored = how.pack(scales, lift)
     want = scales
     if not how.kept:
         lost = how.flushed(scales, lift, job.plan.options.dtype)
         want = torch.where(lost, 0, scales.view(torch.uint8)).view(scales.dtype)
-    if not torch.equal(raw_bytes(how.unpack(stored, lift)), raw_bytes(want)):
+    if not torch.equal(raw_bytes(how.unpack(stored, lift, _rectangle(scales))), raw_bytes(want)):
         raise _mismatch(job, output, e, "scales do")
     return stored.cpu()
 
@@ -131,9 +144,10 @@ def _bias(job: Job, output: Output, e: int) -> Tensor:
         module = stack.groups[e][i]
         value, _ = bias(module, job.plan.options.dtype, job.unified, job.read)
         parts.append(pad(value, (0, stack.padded.rows[i] - len(value))))
-    value, how = stack.join(parts), job.plan.options.layout.bias
+    value, how = stack.join(parts), _parts(job, output).bias
+    assert how is not None
     stored = how.pack(value)
-    if not torch.equal(raw_bytes(how.unpack(stored)), raw_bytes(value)):
+    if not torch.equal(raw_bytes(how.unpack(stored).to(value.dtype)), raw_bytes(value)):
         raise _mismatch(job, output, e, "bias does")
     return stored
 
@@ -156,7 +170,8 @@ def bias(module: Module, dtype: str, unified: Unified, read: Reader) -> tuple[Te
 def _global(job: Job, stack: Stack, member: int | None) -> Tensor:
     settled, options = job.settled[stack.name], job.plan.options
     assert options.layout.factor is not None
-    g = options.layout.factor.pack(settled.g, settled.lift, options.dtype)
+    lift = settled.lift.reshape(-1, *[1] * (settled.g.dim() - 1))
+    g = options.layout.factor.pack(settled.g, lift, options.dtype)
     return g if member is None else g[0]
 
 

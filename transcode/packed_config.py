@@ -67,7 +67,7 @@ def _order(stack: Stack) -> str:
     """How gate's and up's rows lie in w13."""
     if len(stack.groups[0]) == 1:
         return "up"
-    return "interleaved" if stack.interleaved else "gate_up"
+    return stack.order
 
 
 def _ignored(module: Module) -> bool:
@@ -95,7 +95,7 @@ def _modules(plan: Plan) -> dict[str, list[str]]:
 
 
 def key_of(module: Module, layout: Layout) -> str:
-    """A module's encoding; `nvfp4-unpacked` for a table, which is not multiplied with."""
+    """A module's encoding; `nvfp4-unpacked` where it stays as the source has it."""
     table = module.encoding in layout.encodings and not packable(module, layout)
     return f"{module.encoding}-unpacked" if table else str(module.encoding)
 
@@ -128,6 +128,8 @@ def _groups(job: Job) -> list[dict[str, Any]]:
     found: dict[tuple[str, str], list[Decision]] = {}
     stacks = {stack.name: stack for stack in job.plan.stacks}
     for decision in job.unified.decisions:
+        if decision.how == "keep":
+            continue
         found.setdefault((decision.stack, decision.how), []).append(decision)
 
     def owner(decision: Decision) -> int:

@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-from transcode.errors import FormatError
+from transcode.errors import FormatError, LayoutError
 from transcode.header import TensorInfo
 from transcode.module import Module
 from transcode.output import ACTIVATION, Kind, Output
 from transcode.producer import Role
+from transcode.quant import FP8, Encoding
+from transcode.spec import Layout
 from transcode.stacks import Options, Stack
 
 
@@ -33,38 +35,59 @@ def packed_outputs(stack: Stack, options: Options) -> Iterator[Output]:
     if stack.fused:
         count, members = len(stack.groups), len(stack.groups[0])
         halves = (members,) if stack.fused == "w13" else ()
-        for t in _tensors(stack, modules, sum(stack.padded.rows), options):
+        for t in _tensors(stack, modules, range(members), options):
             shape = (count, *(halves if t.each else ()), *t.shape)
             yield Output(
                 f"{stack.prefix}.{stack.fused}_{t.leaf}", t.dtype, shape, t.kind, None, stack
             )
         return
-    for i, (module, n) in enumerate(zip(stack.groups[0], stack.padded.rows, strict=True)):
-        for t in _tensors(stack, [module], n, options):
+    for i, module in enumerate(stack.groups[0]):
+        for t in _tensors(stack, [module], range(i, i + 1), options):
             yield Output(f"{module.name}.{t.leaf}", t.dtype, t.shape, t.kind, None, stack, i)
 
 
 def _tensors(
-    stack: Stack, modules: Sequence[Module], n: int, options: Options
+    stack: Stack, modules: Sequence[Module], which: range, options: Options
 ) -> Iterator[_Tensor]:
-    """The tensors of these modules, which have `n` padded rows in a group."""
-    layout, own = options.layout, ACTIVATION[options.dtype]
-    yield _Tensor("weight", "I32", layout.codes.shape(n, stack.padded.k), Kind.WEIGHT)
-    scales = layout.scales
-    yield _Tensor("weight_scale", scales.dtype or own, scales.shape(n, stack.scales), Kind.SCALE)
+    """The tensors of these modules, which are those members of their groups."""
+    n = sum(stack.padded.rows[i] for i in which)
+    layout, own, parts = options.layout, ACTIVATION[options.dtype], stack.stored(options.layout)
+    codes, scales = parts.codes, parts.scales
+    yield _Tensor("weight", codes.dtype, codes.shape(n, stack.padded.k), Kind.WEIGHT)
+    rows = sum(stack.scale_rows(i, layout) for i in which)
+    shape = () if stack.one_scale(layout) else scales.shape(rows, stack.scales)
+    yield _Tensor("weight_scale", scales.dtype or own, shape, Kind.SCALE)
     if layout.factor:
         leaf = "weight_scale_2" if stack.fused else "weight_global_scale"
-        yield _Tensor(leaf, layout.factor.dtype or own, (), Kind.GLOBAL)
+        dtype, each = layout.factor.dtype or own, layout.factor.each and len(which) > 1
+        yield _Tensor(leaf, dtype, (), Kind.GLOBAL, each)
         yield _Tensor("source_global_scale", "F32", (), Kind.SOURCE_GLOBAL, True)
+    if takes_inputs(stack, layout):
+        yield _Tensor(input_leaf(stack), "F32", (), Kind.INPUT)
     if _all_or_none(modules, "bias"):
-        yield _Tensor("bias", own, (n,), Kind.BIAS)
-    if not scales.dtype:
+        if parts.bias is None:
+            raise LayoutError(f"{modules[0].leaf('bias')}: {layout.name} has no bias")
+        yield _Tensor("bias", parts.bias.dtype or own, (n,), Kind.BIAS)
+    if modules[0].encoding in FP8:
         dtype = _common(m.scales for m in modules)
         yield _Tensor(
             "source_weight_scale", dtype, modules[0].scales.shape, Kind.SOURCE_SCALE, True
         )
     if dtype := input_dtype(modules):
         yield _Tensor("source_input_scale", dtype, (), Kind.SOURCE_INPUT, True)
+
+
+def takes_inputs(stack: Stack, layout: Layout) -> bool:
+    """Whether the activations' scales are stored: NVFP4's always, FP8's if there are some."""
+    every = all(has_input_scale(m) for m in stack.modules)
+    four = stack.first.encoding is Encoding.NVFP4
+    return layout.inputs != "" and (four or (stack.first.encoding is Encoding.FP8_TENSOR and every))
+
+
+def input_leaf(stack: Stack) -> str:
+    """The name of the activations' scale, as vLLM has it."""
+    four = stack.first.encoding is Encoding.NVFP4
+    return "input_global_scale" if four and not stack.fused else "input_scale"
 
 
 def _common(infos: Iterable[TensorInfo]) -> str:

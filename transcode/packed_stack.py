@@ -24,7 +24,8 @@ from transcode.stacks import GROUPS, rows_of
 class Unpack:
     """How a matrix lies in a packed one: see header.Cut, whose place it takes.
 
-    rows: its padded rows among those of the packed matrix.  role: codes, scales or bias.
+    members: how many were joined.  whole: rows and columns of what was packed.
+    rows: its padded rows among those.  role: codes, scales or bias.
     kind: the result's dtype, of one byte but for a bias.
     lift: the power of two that scales were multiplied with.
     flushed: positions in `[n, k/group]` and bytes of scales that were stored as zero.
@@ -33,21 +34,25 @@ class Unpack:
     stored: tuple[int, ...]
     dtype: str
     layout: Layout
+    members: int
     role: Role
     rows: slice
+    whole: tuple[int, int]
     kind: torch.dtype
     lift: float = 1.0
     flushed: tuple[bytes, bytes] = (b"", b"")
 
     def take(self, stored: Tensor, shape: tuple[int, ...]) -> Tensor:
         """The matrix of this shape, without padding."""
+        how = self.layout.joined(self.members)
         if self.role is Role.BIAS:
-            bias = self.layout.bias.unpack(stored)[self.rows][: shape[0]]
+            assert how.bias is not None
+            bias = how.bias.unpack(stored)[self.rows][: shape[0]]
             return bias.to(self.kind).contiguous()
         if self.role is Role.CODES:
-            whole = self.layout.codes.unpack(stored)
+            whole = how.codes.unpack(stored)
         else:
-            whole = self.layout.scales.unpack(stored, self.lift).view(torch.uint8)
+            whole = how.scales.unpack(stored, self.lift, self.whole).view(torch.uint8)
         mine = whole[self.rows][: shape[0], : shape[1]].contiguous()
         at, raw = self.flushed
         if at:
@@ -121,7 +126,7 @@ class PackedStack:
         lost = _lost(flushed, n * k) if flushed else (b"", b"")
         width = k * self.layout.codes.bits // 8
         parts = {Role.CODES: self._part(stem + "weight", e, i, Role.CODES, dtypes, (n, width))}
-        if self.layout.scales.dtype:
+        if stem + "source_weight_scale" not in self.checkpoint.tensors:
             columns = k // GROUPS[format_.encoding]
             parts[Role.SCALES] = self._part(
                 stem + "weight_scale", e, i, Role.SCALES, dtypes, (n, columns), lift, lost
@@ -141,7 +146,10 @@ class PackedStack:
         if self.layout.factor:
             factor = "weight_global_scale" if self.dense else "weight_scale_2"
             leaves["packed_global_scale"] = self.checkpoint.tensors[stem + factor]
-        if not self.layout.scales.dtype:
+        for leaf in ("input_global_scale", "input_scale"):
+            if stem + leaf in self.checkpoint.tensors:
+                leaves["packed_input_scale"] = self.checkpoint.tensors[stem + leaf]
+        if stem + "source_weight_scale" in self.checkpoint.tensors:
             leaves["packed_weight_scale"] = self.checkpoint.tensors[stem + "weight_scale"]
         for leaf in ("source_global_scale", "source_input_scale", "source_weight_scale"):
             if stem + leaf in self.checkpoint.tensors:
@@ -158,9 +166,12 @@ class PackedStack:
         dtype = dtypes[role]
         if role is not Role.BIAS and BITS[dtype] != 8:
             raise ValueError(f"{stored}: {role} in {dtype}")
+        rows = [self.size["padded_n"][i]] if self.dense else self.size["padded_n"]
+        group = GROUPS.get(_format(self.size["formats"][i]).encoding, 1)
         cut = Unpack(
-            one.shape, info.dtype, self.layout, role, self._rows(i), DTYPES[dtype], lift, flushed
-        )
+            one.shape, info.dtype, self.layout, len(rows), role, self._rows(i),
+            (sum(rows), -(-self.size["padded_k"] // group)), DTYPES[dtype], lift, flushed,
+        )  # fmt: skip
         nbytes = bytes_of(dtype, shape)
         return replace(one, dtype=dtype, shape=shape, nbytes=nbytes, part_of=info.name, cut=cut)
 
@@ -169,8 +180,10 @@ class PackedStack:
         padded = self.size["padded_n"]
         if self.dense:
             return slice(None)
-        turns = self.config["w13_order"] == "interleaved" and len(padded) > 1
-        return rows_of(padded, i, interleaved=turns)
+        order: Any = self.config["w13_order"] if len(padded) > 1 else "gate_up"
+        if order not in ("gate_up", "interleaved", "up_gate"):
+            raise ValueError(f"w13_order {order!r}")
+        return rows_of(padded, i, order)
 
     def _own(self, stored: str, e: int, i: int) -> TensorInfo:
         """What a source's module had, word for word."""

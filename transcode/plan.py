@@ -72,7 +72,7 @@ def make(checkpoint: Checkpoint, modules: Mapping[str, Module], options: Options
 
 KEPT = (
     "source_global_scale", "source_input_scale", "source_weight_scale", "activation_scale",
-    "packed_global_scale", "packed_weight_scale",
+    "packed_global_scale", "packed_weight_scale", "packed_input_scale",
 )  # fmt: skip
 """Leaves of a module that are no part of its meaning, or stand for another one."""
 

@@ -26,6 +26,10 @@ class Encoding(StrEnum):
     UNQUANTISED = "unquantised"
 
 
+FP8 = (Encoding.FP8_TENSOR, Encoding.FP8_CHANNEL, Encoding.FP8_BLOCK)
+"""E4M3 with scales of a float dtype, or E8M0, that has no fixed block."""
+
+
 @dataclass(frozen=True, eq=False)
 class QuantTensor:
     """A quantised matrix `[N, K]`, in any encoding but INT4: `value = code * (scale * factor)`.

@@ -21,7 +21,7 @@ from transcode.destination import write_json
 from transcode.files import REPORT, read_json
 from transcode.job import Job
 from transcode.names import address
-from transcode.packed_outputs import has_input_scale
+from transcode.packed_outputs import has_input_scale, takes_inputs
 from transcode.producer import Role
 from transcode.recoding import summary, told
 from transcode.recognise import disagreements
@@ -30,7 +30,7 @@ from transcode.stacks import Stack
 from transcode.unify import Decision
 
 COMPLETE = "complete"
-DONE = {"fold": "folded", "rescale": "rescaled"}
+DONE = {"fold": "folded", "rescale": "rescaled", "keep": "kept apart"}
 
 
 def report(
@@ -139,6 +139,9 @@ def _of_layout(job: Job) -> Iterator[str]:
             f"{len(biased)} linears have a bias, {biased[0].name} among them: SGLang 0.5.23 "
             "permutes it as here, but adds it after the kernel as if it had not"
         )
+    yield from _of_inputs(job)
+    if said := next(filter(None, (_advice(stack, job) for stack in job.plan.stacks)), ""):
+        yield said
     if any(Role.SOURCE_GLOBAL in m.parts or Role.SOURCE_INPUT in m.parts for m in modules):
         yield "source_global_scale and source_input_scale of the canonical form are left out"
     mixed = [stack.name for stack in job.plan.stacks if len(_dtypes(stack)) > 1]
@@ -147,6 +150,26 @@ def _of_layout(job: Job) -> Iterator[str]:
             f"{mixed[0]}: its experts' scales or biases have several dtypes, and come back in one "
             f"({len(mixed)} stacks of this kind)"
         )
+
+
+def _of_inputs(job: Job) -> Iterator[str]:
+    """Where the activations' scales of a kernel for 4-bit activations come from."""
+    options = job.plan.options
+    taking = [stack for stack in job.plan.stacks if takes_inputs(stack, options.layout)]
+    bare = [m for stack in taking for m in stack.modules if not has_input_scale(m)]
+    if bare:
+        given = options.recipe.inputs
+        yield (
+            f"{len(bare)} modules have no input scale, {bare[0].name} among them: "
+            + ("the given ones are" if given.named else f"{given.every:g} is")
+            + " written, which decides how activations are rounded"
+        )
+
+
+def _advice(stack: Stack, job: Job) -> str:
+    """What a layout says of an MoE layer's sizes."""
+    rows, k = stack.padded.rows[0], stack.padded.k
+    return job.plan.options.layout.advice(k, rows) if stack.fused == "w13" else ""
 
 
 def _dtypes(stack: Stack) -> set[tuple[str, ...]]:

@@ -73,7 +73,7 @@ def settle(stack: Stack, unified: Unified, options: Options, read: Reader) -> Se
                 fallen += int(histograms[e, i, 0]) - zeros
                 changed, by = change(module, scales, unified, read)
                 rounded, worst = rounded + changed, max(worst, by)
-    g = torch.stack([unified.g[group[0].name].reshape(()) for group in stack.groups])
+    g = _factors(layout, stack, unified)
     lift, lifts = _lifts(layout, histograms, options.dtype)
     flushes = list[Flush]()
     for e, group in enumerate(stack.groups):
@@ -85,10 +85,13 @@ def settle(stack: Stack, unified: Unified, options: Options, read: Reader) -> Se
                 flushes.append(flush(module, scales, scales.float(), lost, read, kept=kept))
     refuse_flushes(stack, flushes, options)
     try:
-        stored = layout.factor.pack(g, lift, options.dtype)
+        stored = layout.factor.pack(g, lift.reshape(-1, *[1] * (g.dim() - 1)), options.dtype)
     except LayoutError as error:
         raise LayoutError(f"{stack.name}: {error}") from None
-    apart = (layout.factor.unpack(stored, lift, options.dtype).double() - g.double()).abs()
+    apart = (
+        layout.factor.unpack(stored, lift.reshape(-1, *[1] * (g.dim() - 1)), options.dtype).double()
+        - g.double()
+    ).abs()
     short = float((apart / g.double())[g > 0].max()) if (g > 0).any() else 0.0
     if options.exact and short:
         raise LossError(
@@ -97,6 +100,14 @@ def settle(stack: Stack, unified: Unified, options: Options, read: Reader) -> Se
         )
     zero = [m.name for group in stack.groups for m in group if unified.scalars[m.name].zero]
     return Settled(g, lift, lifts, tuple(flushes), rounded, fallen, worst, nan, tuple(zero), short)
+
+
+def _factors(layout: Layout, stack: Stack, unified: Unified) -> Tensor:
+    """Global scales of the groups, `[E]`; of their members, `[E, M]`, if the kernel takes each."""
+    assert layout.factor is not None
+    each = [[unified.g[m.name].reshape(()) for m in group] for group in stack.groups]
+    g = torch.stack([torch.stack(row) for row in each])
+    return g if layout.factor.each and g.shape[1] > 1 else g[:, 0]
 
 
 def _histogram(scales: Tensor) -> Tensor:

@@ -21,7 +21,7 @@ from transcode.names import address, family
 from transcode.producer import Form
 from transcode.quant import Encoding
 from transcode.recipe import AS_THEY_ARE, EncodingRecipe
-from transcode.spec import Layout, Padded
+from transcode.spec import Layout, Order, Padded, Parts
 
 COUNTS = ("num_experts", "n_routed_experts", "num_local_experts", "moe_num_experts")
 """Config keys that say how many experts a layer has."""
@@ -58,14 +58,14 @@ class Stack:
     padded: the members' padded rows and the padded K.
     fused: "w13" or "w2" where the groups become one tensor under `prefix`, "" where every member
     keeps its own name.
-    interleaved: whether gate's and up's rows take turns, else gate's come first.
+    order: how gate's and up's rows lie among each other.
     """
 
     prefix: str
     fused: str
     groups: tuple[tuple[Module, ...], ...]
     padded: Padded
-    interleaved: bool = False
+    order: Order = "gate_up"
 
     @property
     def name(self) -> str:
@@ -81,30 +81,51 @@ class Stack:
         return self.groups[0][0]
 
     @property
+    def modules(self) -> list[Module]:
+        """All members of all groups."""
+        return [module for group in self.groups for module in group]
+
+    @property
     def scales(self) -> int:
         """Block scales of a padded row."""
-        return self.padded.k // (group_of(self.first) or self.padded.k)
+        return -(-self.padded.k // (group_of(self.first) or self.padded.k))
 
     def join(self, parts: Sequence[Tensor]) -> Tensor:
         """A group's parts, one for each member or of one member only, as rows of one matrix."""
-        if self.interleaved and len(parts) > 1:
+        if self.order == "interleaved" and len(parts) > 1:
             return torch.stack(list(parts), 1).flatten(0, 1)
-        return torch.cat(list(parts))
+        return torch.cat(list(parts)[:: -1 if self.order == "up_gate" else 1])
+
+    def scale_rows(self, i: int, layout: Layout) -> int:
+        """Rows of a member's scales as they are packed."""
+        if layout.scales.of != "own" or self.first.encoding is Encoding.FP8_CHANNEL:
+            return self.padded.rows[i]
+        block = self.first.block
+        return -(-self.padded.rows[i] // block[0]) if block else 1
+
+    def one_scale(self, layout: Layout) -> bool:
+        """Whether all members have one scale between them, as a kernel for FP8 tensors wants it."""
+        return layout.scales.of == "own" and self.first.encoding is Encoding.FP8_TENSOR
+
+    def stored(self, layout: Layout) -> Parts:
+        """How the stack's matrices are stored."""
+        return layout.joined(len(self.groups[0]) if self.fused else 1)
 
     def rows(self, i: int) -> slice:
         """Where a member's padded rows are among the joined ones."""
-        return rows_of(self.padded.rows, i, interleaved=self.interleaved)
+        return rows_of(self.padded.rows, i, self.order)
 
     def roles(self) -> tuple[str, ...]:
         """The members' leaf names."""
         return tuple(address(m.name).leaf for m in self.groups[0])
 
 
-def rows_of(padded: Sequence[int], i: int, *, interleaved: bool) -> slice:
+def rows_of(padded: Sequence[int], i: int, order: Order) -> slice:
     """Where a member's padded rows are among those of all members."""
-    if interleaved:
+    if order == "interleaved":
         return slice(i, None, len(padded))
-    return slice(sum(padded[:i]), sum(padded[: i + 1]))
+    before = padded[i + 1 :] if order == "up_gate" else padded[:i]
+    return slice(sum(before), sum(before) + padded[i])
 
 
 GROUPS = {Encoding.NVFP4: 16, Encoding.MXFP4: 32, Encoding.MXFP8: 32}
@@ -119,7 +140,9 @@ def group_of(module: Module) -> int:
 
 def packable(module: Module, layout: Layout) -> bool:
     """Whether a module is in an encoding that the layout packs, and is multiplied with."""
-    return module.encoding in layout.encodings and not address(module.name).table
+    where = address(module.name)
+    place = where.expert is not None or layout.dense != "carried"
+    return module.encoding in layout.encodings and place and not where.table
 
 
 def experts_of(modules: Mapping[str, Module]) -> dict[str, dict[int, dict[str, Module]]]:

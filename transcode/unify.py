@@ -134,7 +134,8 @@ def unify(checkpoint: Checkpoint, plan: Plan, read: Reader) -> Unified:
             owner |= {m.name: first.name for m in group}
     g |= {name: folded(g[name], ratio) for name, ratio in folds.items() if name in g}
     _allowed(plan, decisions)
-    warnings = () if plan.options.form else tuple(_warnings(modules, scalars))
+    used = plan.options.form or plan.options.layout.inputs
+    warnings = () if used else tuple(_warnings(modules, scalars))
     return Unified(scalars, g, multiplier, scaled, folds, tuple(decisions), warnings, owner)
 
 

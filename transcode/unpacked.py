@@ -66,7 +66,7 @@ def _rounded(checkpoint: Checkpoint, layout: Layout) -> Iterator[str]:
     report = _report(checkpoint)
     counts = [s.get("rounded_scales") for s in report.get("stacks", ()) if isinstance(s, dict)]
     scales = sum(count for count in counts if isinstance(count, int))
-    if scales and layout.scales.dtype:
+    if scales and layout.factor:
         yield f"{scales} block scales were rounded when it was packed; they stay so"
     if biases := report.get("rounded_biases"):
         yield f"{len(biases)} biases were rounded when it was packed; they stay so"

@@ -168,7 +168,7 @@ def _codes(output: Output, info: TensorInfo, job: Job) -> Iterator[str]:
     some = members(output)
     for e, group in enumerate(stack.groups):
         stored = job.read.tensor(info.entry(e) if stack.fused else info).to(job.device)
-        codes = job.plan.options.layout.codes.unpack(stored).cpu()
+        codes = stack.stored(job.plan.options.layout).codes.unpack(stored).cpu()
         wanted = padded_codes(job, output, e)
         for i in some:
             rows = stack.rows(i) if len(some) > 1 else slice(None)

@@ -1,4 +1,4 @@
-"""What layouts store, by `Tiling.apply` and by the rules of shared/facts: no executor, no table."""
+"""What Marlin's layouts store, by `Tiling.apply` and by shared/facts: no executor, no table."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from transcode import catalog
+from transcode.kernels import marlin
 from transcode.quant import pack_nibbles, unpack_nibbles
 from transcode.spec import Layout
 from transcode.tiling import Tiling
 
-LAYOUTS = [one for variants in catalog.layouts().values() for one in variants]
+LAYOUTS = marlin.LAYOUTS
 RAW = {1: torch.uint8, 2: torch.int16}
 
 

@@ -1,4 +1,4 @@
-"""What every layout keeps, on every executor; whose words it stores is in test_swapped.py."""
+"""What Marlin's layouts keep, on every executor; whose words it stores is in test_swapped.py."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def test_scales_are_where_the_tiling_says_and_come_back(
             lost = how.flushed(scales, lift, dtype)
         raw = RAW[scales.itemsize]
         left = torch.where(lost, 0, scales.view(raw)).view(scales.dtype)
-        assert equal(how.unpack(stored, lift), left)
+        assert equal(how.unpack(stored, lift, (n, groups)), left)
 
 
 @each_dtype
@@ -88,7 +88,7 @@ def test_every_scale_there_is_comes_back_but_a_flushed_one(layout: Layout, dtype
         every = values(layout, dtype, lift)
         scales = grid(every, 64, -(-len(every) // 64) + 1)
         assert torch.equal(reference.distinct(scales), reference.distinct(every))
-        back = how.unpack(how.pack(scales, lift), lift)
+        back = how.unpack(how.pack(scales, lift), lift, (64, scales.shape[1]))
         differs = back.view(RAW[scales.itemsize]) != scales.view(RAW[scales.itemsize])
         flushed = how.flushed(scales, lift, dtype)
         if how.kept:
@@ -103,6 +103,7 @@ def test_every_scale_there_is_comes_back_but_a_flushed_one(layout: Layout, dtype
 def test_a_bias_is_where_the_tiling_says_and_comes_back(
     layout: Layout, dtype: str, n: int, place: str
 ) -> None:
+    assert layout.bias
     tiling, bits = layout.tilings["bias"]
     bias = grid(torch.arange(1 << 16).to(torch.int16).view(getattr(torch, dtype)), 1, n)[0]
     stored = layout.bias.pack(bias.to(place))
@@ -128,7 +129,8 @@ def test_global_scales_come_back_as_the_kernel_multiplies(layout: Layout, dtype:
 
 @each
 def test_what_does_not_fit_is_refused(layout: Layout) -> None:
-    width = layout.codes.bits
+    assert layout.bias
+    width, bias = layout.codes.bits, layout.bias
     octets = torch.uint8
     numbers = octets if layout.scales.dtype else getattr(torch, layout.dtypes[0])
     lift = layout.scales.lift(1.0, layout.dtypes[0])
@@ -137,9 +139,9 @@ def test_what_does_not_fit_is_refused(layout: Layout) -> None:
         lambda: layout.codes.pack(torch.zeros(64, 24 * width // 8, dtype=octets)),
         lambda: layout.codes.unpack(torch.zeros(4, 24 * width, dtype=torch.int32)),
         lambda: layout.scales.pack(torch.zeros(48, 4, dtype=numbers), lift),
-        lambda: layout.scales.unpack(torch.zeros(4, 48, dtype=numbers), lift),
-        lambda: layout.bias.pack(torch.zeros(48, dtype=torch.bfloat16)),
-        lambda: layout.bias.unpack(torch.zeros(48, dtype=torch.bfloat16)),
+        lambda: layout.scales.unpack(torch.zeros(4, 48, dtype=numbers), lift, (48, 4)),
+        lambda: bias.pack(torch.zeros(48, dtype=torch.bfloat16)),
+        lambda: bias.unpack(torch.zeros(48, dtype=torch.bfloat16)),
     ]
     for call in calls:
         with pytest.raises(LayoutError):
