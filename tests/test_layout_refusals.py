@@ -126,10 +126,10 @@ def test_a_variant_that_there_is_not_is_refused_with_those_there_are(
 @pytest.mark.parametrize(
     ("layout", "spec", "words", "others"),
     [
-        ("marlin-mxfp8", FP8, "fp8-tensor to mxfp8 changes", ["marlin-fp8"]),
+        ("marlin-mxfp8", FP8, "fp8-tensor to mxfp8 changes", ["cutlass-fp8", "marlin-fp8"]),
         ("marlin-mxfp4", replace(FP8, gate_up="nvfp4"), "fp8-channel to mxfp4 changes",
-         ["marlin-fp8"]),
-        ("marlin-fp8", MXFP8, "mxfp8 to fp8-block changes", ["marlin-mxfp8"]),
+         ["cutlass-fp8", "marlin-fp8"]),
+        ("marlin-fp8", MXFP8, "mxfp8 to fp8-block changes", ["cutlass-mxfp8", "marlin-mxfp8"]),
     ],
     ids=["fp8", "both", "mxfp8"],
 )  # fmt: skip

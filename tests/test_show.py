@@ -37,7 +37,7 @@ def tables(text: str) -> list[dict[int, list[tuple[int, ...]]]]:
 
 def drawn(monkeypatch: pytest.MonkeyPatch, line: str, bits: int) -> str:
     layout = replace(MARLIN, tilings={"rows": (Tiling(line), bits)})
-    monkeypatch.setattr(show, "layout", lambda name: layout)
+    monkeypatch.setattr(show, "layout", lambda name, word: layout)
     return show.text("any")
 
 
@@ -117,7 +117,6 @@ def test_the_drawing_has_every_place_of_the_tiles_once_and_in_order(name: str) -
 def test_every_tiling_is_named_and_written_out(name: str) -> None:
     text, drawing = show.text(name), ElementTree.fromstring(show.svg(name))
     said = [e.text for e in drawing.iter(f"{SVG}text")]
-    assert catalog.layout(name).tilings
     for what, (tiling, _) in catalog.layout(name).tilings.items():
         assert f"{what}: the first tile" in text
         assert tiling.pattern in text
@@ -132,6 +131,16 @@ def test_each_source_place_has_a_colour_of_its_own() -> None:
     assert len(set(fill.values())) == 1024
 
 
+def test_a_variant_is_drawn_and_what_has_no_order_of_its_own_says_so() -> None:
+    drawn = run("layouts", "show", "megamoe-nvfp4", "--variant", "sgl").out
+    assert "h:2 b u:8 p:2, k -> b p h u, k" in drawn
+    assert "h:2 b u:8 p:2" not in run("layouts", "show", "megamoe-nvfp4").out
+    assert (
+        run("layouts", "show", "cutlass-fp8").out
+        == "cutlass-fp8: all bytes in the source's order\n"
+    )
+
+
 def test_an_unknown_layout_is_an_error() -> None:
     with pytest.raises(LayoutError, match=r"no layout 'marlin'; there are .*marlin-nvfp4"):
         show.text("marlin")
@@ -141,5 +150,5 @@ def test_the_command_draws_and_writes(tmp_path: Path) -> None:
     ran = run("layouts", "show", "marlin-nvfp4", "--svg", tmp_path / "x.svg")
     assert (ran.code, ran.out) == (0, show.text("marlin-nvfp4") + "\n")
     assert (tmp_path / "x.svg").read_text() == show.svg("marlin-nvfp4")
-    assert run("layouts").out.startswith("marlin-nvfp4")
+    assert "\nmarlin-nvfp4 " in run("layouts").out
     assert run("layouts", "show", "none").code == 1

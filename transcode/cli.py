@@ -501,12 +501,13 @@ def _asked(layout: Any, variants: tuple[Any, ...]) -> str:
 
 @layouts.command()
 @click.argument("name")
+@click.option("--variant", help="One of its variants.  [default: the first]")
 @click.option("--svg", type=click.Path(path_type=Path), help="Write a drawing to this file too.")
-def show(name: str, svg: Path | None) -> None:
+def show(name: str, variant: str | None, svg: Path | None) -> None:
     """Draw which element of the source lands where in the first tile of a layout."""
     with reporting(False):
         from transcode import show as drawing
 
-        click.echo(drawing.text(name))
+        click.echo(drawing.text(name, variant))
         if svg:
-            svg.write_text(drawing.svg(name), encoding="utf-8")
+            svg.write_text(drawing.svg(name, variant), encoding="utf-8")

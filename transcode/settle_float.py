@@ -72,7 +72,7 @@ def settle(stack: Stack, options: Options, read: Reader) -> Settled:
     scales = options.layout.scales
     lift = scales.lift(1.0, options.dtype)
     dtype: torch.dtype = getattr(torch, options.dtype) if scales.of == "rows" else torch.float32
-    if stack.one_scale(options.layout):
+    if stack.fused and stack.one_scale(options.layout):
         _require_one(stack, read)
     rounded = fallen = 0
     worst = 0.0

@@ -60,22 +60,23 @@ class Tile:
         return title, self.tiling.pattern, f"a cell is {cell} in the source; a line is {line}"
 
 
-def tiles(name: str) -> list[Tile]:
+def tiles(name: str, variant: str | None = None) -> list[Tile]:
     """The first tile of each Tiling of a layout; LayoutError if there is no such layout."""
-    tilings = layout(name).tilings
+    tilings = layout(name, word=variant).tilings
     return [_tile(what, tiling, bits) for what, (tiling, bits) in tilings.items()]
 
 
-def text(name: str) -> str:
+def text(name: str, variant: str | None = None) -> str:
     """For a terminal: of each Tiling the line, the steps of its factors, and the first cells."""
-    return "\n".join(_text(tile) for tile in tiles(name))
+    drawn = "\n".join(_text(tile) for tile in tiles(name, variant))
+    return drawn or f"{name}: all bytes in the source's order"
 
 
-def svg(name: str) -> str:
+def svg(name: str, variant: str | None = None) -> str:
     """The same as a standalone SVG: the hue says the source row, the shade its column."""
     parts: list[str] = []
     top, wide = 8, 0
-    for tile in tiles(name):
+    for tile in tiles(name, variant):
         lines = tile.lines[: 4 * LINES]
         for heading in tile.heading(len(lines)):
             top += 18
