@@ -110,7 +110,8 @@ def value(recipe: Recipe, module: Module, dtype: str, job: Job) -> Tensor:
         case Role.SCALES if _prepared(module, leaf, job):
             return prepare(module, job.unified, job.read)
         case Role.SCALES if module.name in job.unified.own:
-            return _cast(job.unified.own[module.name], module.scales, dtype)
+            own = job.unified.own[module.name].to(DTYPES[module.scales.dtype])  # another's: exact
+            return _cast(own.reshape(module.scales.shape), module.scales, dtype)
         case Role.CODES if module.name in job.unified.requantised:
             ratio = job.unified.requantised[module.name]
             return requantised(job.read.tensor(module.codes), ratio)
@@ -226,9 +227,13 @@ def decoded(module: Module, job: Job) -> Tensor:
         if module.name in unified.multiplier
         else read.tensor(module.scales)
     )
-    if (info := module.scales).name in unified.scaled:
+    if module.name in unified.own:
+        scales = unified.own[module.name]
+    elif (info := module.scales).name in unified.scaled:
         scales = scaled(scales, info, unified.scaled[info.name])
     codes = read.tensor(module.codes)
+    if module.name in unified.requantised:
+        codes = requantised(codes, unified.requantised[module.name])
     return QuantTensor(module.encoding, codes, scales, factor, module.block).dequantize()
 
 

@@ -1,0 +1,62 @@
+"""`--unify` in every form: what an MLP computes stays, whoever writes it and whatever is decoded."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn.functional import silu
+
+from tests.build import edit
+from tests.producers import KINDS
+from tests.rewriting import Meaning, convert, meaning
+
+TARGETS = ("bf16", "canonical", "modelopt", "compressed-tensors", "quark")
+SAYS = {"quark": ("modelopt-fp8", "ct-fp8", "quark-fp8")}
+NAMES = ("modelopt-fp8", "ct-fp8", "quark-fp8", "fp8-tensor", "modelopt-nvfp4", "ct-nvfp4")
+ROWS = [(n, t) for n in NAMES for t in TARGETS if n in SAYS.get(t, NAMES)]
+SCALES = ("weight_scale", "weight_scale_2", "weight_global_scale")
+
+
+@pytest.mark.parametrize("how", ["fold", "rescale"])
+@pytest.mark.parametrize(("name", "target"), ROWS)
+def test_what_an_mlp_computes_stays(tmp_path: Path, name: str, target: str, how: str) -> None:
+    KINDS[name](tmp_path / "src")
+    edit(tmp_path / "src", apart)
+    drop = ["--drop-kv-scales"] * (target == "bf16")
+    made = convert(target, tmp_path / "src", tmp_path / "dst", "--unify", how, *drop)
+    before, after = meaning(tmp_path / "src"), meaning(tmp_path / "dst")
+    ups = [m for m in before.weights if m.endswith("up_proj")]
+    assert ups
+    for up in ups:
+        theirs, ours = computed(before, up), computed(after, up)
+        error = float((ours - theirs).norm() / theirs.norm())
+        rounded = target == "bf16" or how == "rescale"
+        assert error < (0.05 if rounded else 1e-6), (up, made)
+
+
+def apart(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Up's scalar 3 times as large, one expert's 4 times; BF16 ones by a power of two."""
+    found = dict(tensors)
+    for name, value in tensors.items():
+        module, _, leaf = name.rpartition(".")
+        if module.endswith("up_proj") and leaf in SCALES and value.numel() == 1:
+            times = 3 + module.count("experts.1")
+            if value.dtype != torch.float32:  # takes a factor only if that is a power of two
+                value, times = tensors[name.replace("up_proj", "gate_proj")], 4
+            found[name] = (value.float() * times).to(value.dtype)
+    return found
+
+
+def computed(said: Meaning, up: str) -> Tensor:
+    """`down(silu(gate x) * up x)` in float64 for some x."""
+    gate, down = (up.replace("up_proj", f"{part}_proj") for part in ("gate", "down"))
+    w = {n: weight(said, n).double() for n in (gate, up, down)}
+    x = torch.randn(16, w[up].shape[1], generator=torch.Generator().manual_seed(0)).double()
+    return (silu(x @ w[gate].T) * (x @ w[up].T)) @ w[down].T
+
+
+def weight(said: Meaning, module: str) -> Tensor:
+    return said.weights[module] if module in said.weights else said.rest[f"{module}.weight"]
