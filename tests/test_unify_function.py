@@ -1,4 +1,4 @@
-"""`--unify` in every form: what an MLP computes stays, whoever writes it and whatever is decoded."""
+"""`--unify` in every form: what an MLP computes stays, whatever is written and whatever decoded."""
 
 from __future__ import annotations
 

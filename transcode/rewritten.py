@@ -110,8 +110,8 @@ def value(recipe: Recipe, module: Module, dtype: str, job: Job) -> Tensor:
         case Role.SCALES if _prepared(module, leaf, job):
             return prepare(module, job.unified, job.read)
         case Role.SCALES if module.name in job.unified.own:
-            own = job.unified.own[module.name].to(DTYPES[module.scales.dtype])  # another's: exact
-            return _cast(own.reshape(module.scales.shape), module.scales, dtype)
+            mine = job.unified.own[module.name].to(DTYPES[module.scales.dtype])  # exact
+            return _cast(mine.reshape(module.scales.shape), module.scales, dtype)
         case Role.CODES if module.name in job.unified.requantised:
             ratio = job.unified.requantised[module.name]
             return requantised(job.read.tensor(module.codes), ratio)
