@@ -74,6 +74,11 @@ def advice(hidden: int, inner: int) -> str:
     return f"{' and '.join(odd)}: some builds of MegaMoE want these multiples" if odd else ""
 
 
+NOT_NVFP4 = (
+    "the kernel reads an E8M0 scale for 32 columns, NVFP4 has an E4M3 scale for 16: --to "
+    "megamoe-nvfp4, or the plain file in SGLang, which packs it for its NVFP4 kernel"
+)
+
 MXFP4 = Layout(
     name="megamoe-mxfp4",
     version=1,
@@ -100,6 +105,7 @@ MXFP4 = Layout(
     interleaves=False,
     tile=(0, 0),
     advice=advice,
+    instead={Encoding.NVFP4: NOT_NVFP4},
 )
 NVFP4 = replace(
     MXFP4,
@@ -115,6 +121,7 @@ NVFP4 = replace(
     variant="vllm",
     activations="fp4",
     inputs="each",
+    instead={},
 )
 
 LAYOUTS = (

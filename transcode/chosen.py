@@ -98,8 +98,11 @@ def _wanted(
 
 def _to_powers(module: Module, options: Options) -> bool:
     """Whether its scales have to become powers of two, and may not be."""
-    asked = options.form is not None and options.form.target.powers
-    return asked and module.encoding is Encoding.FP8_BLOCK and module.scales.dtype not in E8M0
+    return (
+        _asked(options)
+        and module.encoding is Encoding.FP8_BLOCK
+        and module.scales.dtype not in E8M0
+    )
 
 
 def _by_target(
@@ -154,8 +157,15 @@ def _target(
 
 def _powers(checkpoint: Checkpoint, options: Options) -> bool:
     """Whether scales of FP8 tiles have to be powers of two."""
-    asked = options.form is not None and options.form.target.powers
-    return asked or quantization(checkpoint)[0].get("scale_fmt") == "ue8m0"
+    return _asked(options) or quantization(checkpoint)[0].get("scale_fmt") == "ue8m0"
+
+
+def _asked(options: Options) -> bool:
+    """Whether the target wants powers of two."""
+    form, kernel = options.form, options.kernel
+    return (form is not None and form.target.powers) or (
+        kernel is not None and kernel.scales.of == "powers"
+    )
 
 
 def rows_of(checkpoint: Checkpoint, modules: Mapping[str, Module], form: Form | None) -> Rows:

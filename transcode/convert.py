@@ -110,6 +110,8 @@ def plan_of(checkpoint: Checkpoint, recognised: Recognised, options: Options) ->
         return rewrite.make(checkpoint, modules, options)
     require_any(checkpoint, modules, options.layout)
     plan = make(checkpoint, modules, options)
+    if not plan.stacks:
+        raise FormatError(f"{options.layout.name} packs experts only, and there are none here")
     _require_no_words_left(plan)
     return plan
 

@@ -64,9 +64,16 @@ def judge(modules: Mapping[str, Module], options: Options, read: Reader) -> dict
         raise LossError(
             f"{source} to {target} changes {blocks} of {every} blocks in {len(lost)} matrices, by "
             f"{found[worst].error:.2%} of the norm in {worst}; {said}"
+            f"{_instead(changing[worst].module.encoding, options)}"
             f"{_lossless(changing[worst].module.encoding)}"
         )
     return found
+
+
+def _instead(encoding: Encoding, options: Options) -> str:
+    """Why the layout's kernel does not read the encoding, and what to do."""
+    said = options.kernel.instead.get(encoding) if options.kernel else None
+    return f"; {said}" if said else ""
 
 
 def summary(losses: Mapping[str, Loss], modules: Mapping[str, Module]) -> list[dict[str, Any]]:

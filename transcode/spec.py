@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 from torch import Tensor
@@ -137,6 +137,7 @@ class Layout:
     tile: rows of a member, and columns, in whose multiples ranks may share a packed matrix; 0 where
     they cannot.
     advice(hidden, intermediate): what a user should know of these sizes, or "".
+    instead: why the kernel does not read other encodings, and the next best step for each.
     """
 
     name: str
@@ -164,6 +165,7 @@ class Layout:
     inputs: Literal["", "each", "all"] = ""
     tile: tuple[int, int] = (64, 16)
     advice: Callable[[int, int], str] = lambda hidden, intermediate: ""
+    instead: Mapping[Encoding, str] = field(default_factory=dict)
 
     def joined(self, members: int) -> Parts:
         """How a matrix of so many joined members is stored; a single linear has one."""
