@@ -65,6 +65,12 @@ CASES = (
     Case("megamoe L1 scales", "h:2 B j:4 t:2 m:8, kp b:4 -> kp B t h m j b", 8, 512),
     Case("megamoe L2 scales", "B a:4 r:32, kp b:4 -> kp B r a b", 8, 512),
     Case("trtllm shuffle", "b x:8 y:4, k -> b y x k", 8, 4096),
+    Case("megamoe sgl rows", "h:2 b u:8 p:2, k -> b p h u, k", 8, 4096),
+    Case("megamoe sgl L1 scales", "h:2 B j:4 u:8 p:2, kp b:4 -> kp, B p h u j b", 8, 512),
+    Case("trtllm gated rows", "h:2 b x:8 t:2, k -> b t h x, k", 8, 4096),
+    Case("trtllm scales", "rt a:4 x:8 y:4, ct c:4 -> rt ct y x a c", 8, 512),
+    Case("trtllm gated scales", "h:2 rt a:4 x:8 t:2, ct c:4 -> rt ct t h x a c", 8, 512),
+    Case("deepgemm words", "r, kp b:4 -> kp, r b", 8, 512),
     Case("flashinfer block-major", "m, kb b:128 -> kb m b", 8, 4096),
 )
 

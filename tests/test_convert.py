@@ -420,4 +420,5 @@ def test_usage_errors_are_exit_2(tmp_path: Path) -> None:
     assert run("convert", "--to", "marlin-nvfp4", *size, tmp_path, tmp_path / "x").code == 2
     ran = run("convert", "--to", "nothing", tmp_path, tmp_path / "x")
     assert ran.code == 2
-    assert "there are marlin-nvfp4" in ran.err
+    assert "there are cutlass-nvfp4" in ran.err
+    assert "marlin-nvfp4" in ran.err

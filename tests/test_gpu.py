@@ -41,6 +41,7 @@ def test_gpu_and_cpu_pack_the_same_bytes(tmp_path: Path, spec: Spec, dtype: str)
     assert verified.code == 0, verified.out
 
 
+WIDE = Spec(hidden=256, intermediate=128, experts=3)
 OSS, BLOCKS = small("gptoss-mxfp4"), small("modelopt-fp8-block")
 ROWS: tuple[tuple[Spec | Kind, tuple[str, ...]], ...] = (
     (SPECS[0], ("marlin-nvfp4", "--for", "sglang")),
@@ -51,6 +52,11 @@ ROWS: tuple[tuple[Spec | Kind, tuple[str, ...]], ...] = (
     (FP8, ("marlin-fp8", "--dtype", "float16")),
     (BLOCKS, ("marlin-fp8",)),
     (MXFP8, ("marlin-mxfp8",)),
+    (SPECS[0], ("cutlass-nvfp4",)),
+    (SPECS[0], ("trtllm-nvfp4",)),
+    (OSS, ("trtllm-mxfp4",)),
+    (WIDE, ("megamoe-nvfp4",)),
+    (WIDE, ("megamoe-nvfp4", "--variant", "sgl")),
 )
 
 

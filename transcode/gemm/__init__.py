@@ -21,12 +21,17 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
+import torch
+
 from transcode.checkpoint import reader
 from transcode.convert import plan_of
 from transcode.errors import TranscodeError
 from transcode.files import read_json, resolved
+from transcode.gemm import cutlass_fp8, deep_gemm, scaled_mm
 from transcode.gemm.activation import activation
 from transcode.gemm.dense import dense_run
+from transcode.gemm.emulated import Emulation
+from transcode.gemm.engines import Engine, engine_run
 from transcode.gemm.moe import moe_run
 from transcode.gemm.ops import Ops, load
 from transcode.gemm.trial import Trial
@@ -34,12 +39,23 @@ from transcode.header import read_header
 from transcode.job import Job
 from transcode.plan import Plan
 from transcode.settle import settle
+from transcode.spec import Layout
 from transcode.stacks import Stack
 from transcode.unify import Decision, unify
 from transcode.unpacked import opened
 from transcode.verify import options_of
 
 T = TypeVar("T")
+
+UNRUN = {
+    "cutlass": "FP8's wants vLLM's libraries (--vllm-lib) and compute capability 9.0, the others' "
+    "10.0 or higher",
+    "trtllm": "TensorRT-LLM's wants FlashInfer and compute capability 10.0",
+    "deepgemm": "DeepGEMM's for sm90 wants the package deep_gemm and a Hopper GPU; sm100's is not "
+    "called here",
+    "megamoe": "MegaMoE wants several GPUs' expert parallelism, compiled at run time",
+}
+"""Why a kernel is not run, by the layout's family."""
 
 
 def kernel_check(
@@ -52,6 +68,8 @@ def kernel_check(
     """
     written = read_json(resolved(target) / "config.json").get("quantization_config")
     options = options_of(target, written)
+    if not options.layout.name.startswith("marlin"):
+        return check(source, target, _ops(options.layout, libraries, options.dtype), everything)
     if options.layout.activations != "16-bit":
         raise TranscodeError(
             f"{options.layout.name} with {options.layout.activations} activations: its kernel is "
@@ -59,6 +77,37 @@ def kernel_check(
         )
     ops = load(libraries, options.dtype)
     return check(source, target, ops, everything)
+
+
+def _ops(layout: Layout, libraries: Sequence[Path], dtype: str) -> Ops:
+    """vLLM's libraries for cutlass-fp8 where they are named, torch's own GEMM where the GPU has it;
+    else none, and the layout is emulated."""
+    if layout.name == "cutlass-fp8" and libraries:
+        return load(libraries, dtype)
+    blackwell = torch.cuda.is_available() and torch.cuda.get_device_capability() >= (10, 0)
+    fits = blackwell and layout.name in scaled_mm.LAYOUTS
+    fits |= _deep_gemm(layout)
+    return Ops(None, None, (), torch.device("cuda" if fits else "cpu"))
+
+
+def _deep_gemm(layout: Layout) -> bool:
+    return layout.label == "deepgemm-fp8 1 (sm90)" and deep_gemm.installed()
+
+
+def _engine(trial: Trial) -> tuple[Engine, str]:
+    """What multiplies, and how the evidence names it."""
+    layout, ops = trial.job.plan.options.layout, trial.ops
+    if ops.libraries:
+        return cutlass_fp8.CutlassFp8(trial, cutlass_fp8.found()), cutlass_fp8.OP
+    if _deep_gemm(layout):
+        return deep_gemm.DeepGemm(trial, deep_gemm.found()), deep_gemm.OP
+    if ops.device.type == "cuda":
+        return scaled_mm.ScaledMM(trial), "torch._scaled_mm"
+    trial.notes.append(
+        f"no kernel was run: {UNRUN.get(layout.name.partition('-')[0], UNRUN['megamoe'])}; the "
+        "bytes were read where it looks for them, by closed forms, and multiplied in float64"
+    )
+    return Emulation(trial), "emulation"
 
 
 def check(source: Path, target: Path, ops: Ops, everything: bool) -> dict[str, Any]:
@@ -82,11 +131,23 @@ def check(source: Path, target: Path, ops: Ops, everything: bool) -> dict[str, A
             [],
             [],
         )
-        groups = [trial.entry(stack.name, partial(dense_run, trial, stack)) for stack in dense]
-        moes = [
-            trial.entry(layer[0].prefix, partial(moe_run, trial, layer, everything))
-            for layer in layers
-        ]
+        ran = ops.evidence()
+        if plan.options.layout.name.startswith("marlin"):
+            groups = [trial.entry(stack.name, partial(dense_run, trial, stack)) for stack in dense]
+            moes = [
+                trial.entry(layer[0].prefix, partial(moe_run, trial, layer, everything))
+                for layer in layers
+            ]
+        else:
+            engine, name = _engine(trial)
+            ran |= {"ops": {name: "by members"}}
+            groups, moes = (
+                [
+                    trial.entry(stack.name, partial(engine_run, trial, engine, stack, everything))
+                    for stack in some
+                ]
+                for some in (dense, [stack for layer in layers for stack in layer])
+            )
     controls = [entry["control"] for entry in (*groups, *moes) if entry.get("control") is not None]
     if not controls and not trial.failures:
         trial.failures.append("every matrix that was run is zero: nothing is proved")
@@ -94,7 +155,7 @@ def check(source: Path, target: Path, ops: Ops, everything: bool) -> dict[str, A
         "passed": not trial.failures,
         "failures": trial.failures,
         "notes": trial.notes,
-        "kernel": ops.evidence(),
+        "kernel": ran,
         "activation_dtype": plan.options.dtype,
         "activation": trial.activation,
         "acceptance": asdict(trial.accept),
@@ -150,11 +211,15 @@ def table(evidence: Mapping[str, Any]) -> str:
     lines = ["  ".join(c.ljust(w) for c, w in zip(r, widths, strict=True)).rstrip() for r in rows]
     kernel, accept, run = evidence["kernel"], evidence["acceptance"], evidence["stacks"]
     lines.append("")
+    if set(kernel["ops"].values()) == {"by members"}:
+        by, limits = " and ".join(kernel["ops"]), ""
+    else:
+        told, called = ", ".join(kernel["libraries"]), sorted(set(kernel["ops"].values()))
+        by = f"vLLM's kernels ({told}, called as {' and '.join(called)})"
+        limits = f"accepted below {accept['gemm']:g} for a GEMM and {accept['moe']:g} for a layer, "
     lines.append(
         f"{run['run']} of {run['of']} stacks run in {evidence['activation_dtype']} on "
-        f"{kernel['gpu']} by vLLM's kernels ({', '.join(kernel['libraries'])}, called as "
-        f"{' and '.join(sorted(set(kernel['ops'].values())))}); accepted below {accept['gemm']:g} "
-        f"for a GEMM and {accept['moe']:g} for a layer, control above {accept['control']:g}"
+        f"{kernel['gpu']} by {by}; {limits}control above {accept['control']:g}"
     )
     notes = [f"note: {note}" for note in evidence["notes"]]
     return "\n".join([*lines, *notes, *evidence["failures"]])

@@ -12,7 +12,7 @@ from torch import Tensor
 from transcode.job import Job
 from transcode.module import Module
 from transcode.pack import bias as rounded_bias
-from transcode.quant import Encoding, QuantTensor
+from transcode.quant import FP8, Encoding, QuantTensor
 from transcode.settle import prepare
 from transcode.stacks import Stack, group_of
 
@@ -34,13 +34,20 @@ def held(job: Job, stack: Stack, e: int, i: int) -> tuple[QuantTensor, Tensor]:
     bias = _no_bias(module)
     if "bias" in module.leaves:
         bias = rounded_bias(module, options.dtype, job.unified, job.read)[0].double()
-    if scales.element_size() > 1:
+    if module.encoding in FP8:
+        if options.layout.scales.of == "own":
+            one = module.encoding is Encoding.FP8_TENSOR
+            own = scales.reshape(()) if one else scales
+            return QuantTensor(module.encoding, codes, own, None, module.block), bias
         block = 1, group_of(module) or module.shape[1]
         return QuantTensor(Encoding.FP8_BLOCK, codes, scales, None, block), bias
     lift = float(job.settled[stack.name].lift[e])
     lost = options.layout.scales.flushed(scales, lift, options.dtype)
     kept = torch.where(lost, 0, scales.view(torch.uint8)).view(scales.dtype)
-    return QuantTensor(module.encoding, codes, kept, _factor(job, stack, e)), bias
+    factor = _factor(job, stack, e)
+    if factor is not None and factor.dim():
+        factor = factor[i]  # the kernel takes each member's
+    return QuantTensor(module.encoding, codes, kept, factor), bias
 
 
 def meant(job: Job, stack: Stack, e: int, i: int) -> tuple[QuantTensor, Tensor]:
