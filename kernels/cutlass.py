@@ -24,6 +24,7 @@ from dataclasses import replace
 from functools import partial
 
 from transcode.errors import LayoutError
+from transcode.kernels._scalars import CUTLASS
 from transcode.kernels._stored import (
     FACTOR,
     PLAIN_BIAS,
@@ -102,6 +103,7 @@ NVFP4 = Layout(
     interleaves=False,
     inputs="each",
     tile=(128, 64),
+    scalars=CUTLASS,
 )
 MXFP4 = replace(
     NVFP4,
@@ -115,6 +117,7 @@ MXFP4 = replace(
     factor=None,
     inputs="",
     tile=(128, 128),
+    scalars=(),
 )
 MXFP8 = replace(
     MXFP4,

@@ -22,6 +22,7 @@ from dataclasses import replace
 from functools import partial
 
 from transcode.errors import LayoutError
+from transcode.kernels._scalars import MEGAMOE
 from transcode.kernels._stored import (
     FACTOR,
     own_scales,
@@ -143,6 +144,7 @@ LAYOUTS = (
         variant="sgl",
         runtime="sglang",
         release="0.5.23",
+        scalars=MEGAMOE,
     ),
     replace(
         MXFP4,

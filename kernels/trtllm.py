@@ -20,6 +20,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from transcode.errors import LayoutError
+from transcode.kernels._scalars import SGLANG, TRTLLM
 from transcode.kernels._stored import FACTOR, rows_of_bias, rows_of_codes, tiled_scales
 from transcode.kernels.cutlass import TILE, up
 from transcode.quant import Encoding
@@ -85,6 +86,7 @@ NVFP4 = Layout(
     interleaves=False,
     inputs="all",
     tile=(64, 64),
+    scalars=TRTLLM,
 )
 MXFP4 = replace(
     NVFP4,
@@ -101,10 +103,12 @@ MXFP4 = replace(
     activations="fp8",
     inputs="",
     tile=(128, 128),
+    scalars=(),
 )
 
 LAYOUTS = (
     NVFP4,
+    replace(NVFP4, variant="sglang", runtime="sglang", release="0.5.23", scalars=SGLANG),
     MXFP4,
     replace(
         MXFP4,

@@ -15,7 +15,7 @@ from tests import blackwell_decode, packed
 from tests.build import Spec, build, edit
 from tests.convert import run
 from tests.producers import KINDS, WHOLE
-from tests.rewriting import convert, load_json, meaning, proved, refused
+from tests.rewriting import convert, load_json, meaning, proved, refused, same_bytes
 from transcode.catalog import layouts
 
 DATA = Path(__file__).parent / "data"
@@ -222,6 +222,23 @@ def test_ranks_share_whole_tiles(tmp_path: Path, layout: str, served: list[int])
     build(tmp_path / "src", replace(WIDE, intermediate=256, attention="bf16"))
     target = convert(layout, tmp_path / "src", tmp_path / "dst")
     assert packed.config(target)["tp"] == served
+
+
+def test_what_a_runtime_works_out_is_written_if_the_runtime_is_named(tmp_path: Path) -> None:
+    build(tmp_path / "src", WIDE)
+    plain = packed.tensors(proved("cutlass-nvfp4", tmp_path / "src", tmp_path / "plain"))
+    target = proved("cutlass-nvfp4", tmp_path / "src", tmp_path / "dst", "--for", "vllm")
+    out = packed.tensors(target)
+    linear = "model.layers.0.self_attn.o_proj"
+    more = {"a1_gscale", "a2_gscale", "g1_alphas", "g2_alphas", "alpha", "input_global_scale_inv"}
+    assert {name.rpartition(".")[2] for name in out.keys() - plain.keys()} == more
+    g, a = (out[f"{linear}.{leaf}_global_scale"] for leaf in ("weight", "input"))
+    assert torch.equal(out[f"{linear}.alpha"], g * a)
+    assert torch.equal(out[f"{linear}.input_global_scale_inv"], 1 / a)
+    same_bytes(
+        packed.tensors(convert("modelopt", target, tmp_path / "back")),
+        packed.tensors(tmp_path / "src"),
+    )
 
 
 def test_the_config_names_variant_and_consumer(tmp_path: Path) -> None:

@@ -196,7 +196,8 @@ def main() -> None:
     "--for",
     "runtime",
     type=click.Choice(["vllm", "sglang", "flashinfer"]),
-    help="Layout: this runtime's variant.  Form: refuse what this runtime does not load.",
+    help="Layout: this runtime's variant, with the scalars that it works out.  Form: refuse what "
+    "this runtime does not load.",
 )
 @click.option(
     "--activations",
@@ -276,7 +277,8 @@ def convert(
         asked = recipe.EncodingRecipe(
             recipe.rules_of(rules, recipe_file), scale_search, lossy, given
         )
-        ask = line.Ask(layout, dtype, unify or "", exact, tp, shard_size, form, asked)
+        scalars = layout is not None and runtime is not None and bool(layout.scalars)
+        ask = line.Ask(layout, dtype, unify or "", exact, tp, shard_size, form, asked, scalars)
         guard(src, dst, overwrite=overwrite)
         checkpoint, plan = line.prepare(src, ask)
         if form:

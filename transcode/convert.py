@@ -61,6 +61,7 @@ from transcode.unpacked import opened
 class Ask:
     """What the user asked for: a layout or a form; a dtype of None is the config's own.
 
+    scalars: whether what the runtime works out of factors is written too.
     unify: "" is `fold` for a layout, `keep` for a form, which has room for all scalars.
     """
 
@@ -72,6 +73,7 @@ class Ask:
     shard_size: int = 5_000_000_000
     form: Form | None = None
     recipe: EncodingRecipe = AS_THEY_ARE
+    scalars: bool = False
 
     def options(self, checkpoint: Checkpoint) -> Options:
         """The options for this checkpoint."""
@@ -86,7 +88,7 @@ class Ask:
         unify = "keep" if kept else self.unify or "fold"
         return Options(
             self.layout, dtype, unify, self.exact, self.tp, self.shard_size, self.form,
-            self.recipe,
+            self.recipe, self.scalars,
         )  # fmt: skip
 
 

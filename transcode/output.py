@@ -24,6 +24,7 @@ class Kind(StrEnum):
     GLOBAL = "global"
     BIAS = "bias"
     INPUT = "input_scale"
+    SCALAR = "scalar"
     SOURCE_SCALE = "source_weight_scale"
     SOURCE_GLOBAL = "source_global_scale"
     SOURCE_INPUT = "source_input_scale"

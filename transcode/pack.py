@@ -20,7 +20,7 @@ from transcode.producer import Role
 from transcode.quant import powers
 from transcode.rewritten import made
 from transcode.settle import prepare
-from transcode.spec import Parts
+from transcode.spec import Factors, Parts
 from transcode.stacks import Stack
 from transcode.unify import Unified
 
@@ -34,6 +34,8 @@ def pieces(output: Output, job: Job) -> Iterator[Tensor]:
         yield copied(output, job)
     elif output.kind is Kind.GLOBAL:
         yield _global(job, stack, output.member)
+    elif output.kind is Kind.SCALAR:
+        yield _scalar(job, stack, output)
     elif output.kind is Kind.INPUT:
         yield input_factors(job, stack) if stack.fused else input_factors(job, stack)[0]
     else:
@@ -173,6 +175,18 @@ def _global(job: Job, stack: Stack, member: int | None) -> Tensor:
     lift = settled.lift.reshape(-1, *[1] * (settled.g.dim() - 1))
     g = options.layout.factor.pack(settled.g, lift, options.dtype)
     return g if member is None else g[0]
+
+
+def _scalar(job: Job, stack: Stack, output: Output) -> Tensor:
+    """What the runtime works out of the factors that are stored."""
+    g, a, a2 = job.settled[stack.name].g, input_factors(job, stack), None
+    if stack.fused == "w13":
+        second = [s for s in job.plan.stacks if s.name == f"{stack.prefix}.w2"]
+        a2 = input_factors(job, second[0]) if second else None
+    name = output.name.rpartition(".")[2]
+    make = next(s.make for s in job.plan.options.layout.scalars if s.name == name)
+    value = make(Factors(g, a, a2))
+    return value if stack.fused else value[0]
 
 
 def _source_global(job: Job, output: Output, e: int) -> Tensor:

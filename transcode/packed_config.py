@@ -44,6 +44,7 @@ def quantization_config(checkpoint: Checkpoint, job: Job) -> dict[str, Any]:
             "exact": plan.options.exact,
             "tp": plan.options.tp,
             "encodings": plan.options.recipe.asked(),
+            **({"scalars": True} if plan.options.scalars else {}),
         },
         "tp": degrees(plan, checkpoint.text_config),
         "modules": _modules(plan),

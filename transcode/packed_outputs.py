@@ -11,7 +11,7 @@ from transcode.module import Module
 from transcode.output import ACTIVATION, Kind, Output
 from transcode.producer import Role
 from transcode.quant import FP8, Encoding
-from transcode.spec import Layout
+from transcode.spec import Layout, Scalar
 from transcode.stacks import Options, Stack
 
 
@@ -40,10 +40,16 @@ def packed_outputs(stack: Stack, options: Options) -> Iterator[Output]:
             yield Output(
                 f"{stack.prefix}.{stack.fused}_{t.leaf}", t.dtype, shape, t.kind, None, stack
             )
+        for scalar in scalars(stack, options):
+            shape = (count, *(halves if scalar.each else ()))
+            yield Output(f"{stack.prefix}.{scalar.name}", "F32", shape, Kind.SCALAR, None, stack)
         return
     for i, module in enumerate(stack.groups[0]):
         for t in _tensors(stack, [module], range(i, i + 1), options):
             yield Output(f"{module.name}.{t.leaf}", t.dtype, t.shape, t.kind, None, stack, i)
+        for scalar in scalars(stack, options):
+            name = f"{module.name}.{scalar.name}"
+            yield Output(name, "F32", (), Kind.SCALAR, None, stack, i)
 
 
 def _tensors(
@@ -75,6 +81,11 @@ def _tensors(
         )
     if dtype := input_dtype(modules):
         yield _Tensor("source_input_scale", dtype, (), Kind.SOURCE_INPUT, True)
+
+
+def scalars(stack: Stack, options: Options) -> list[Scalar]:
+    """What the runtime works out of a stack's factors, if that is asked for."""
+    return [s for s in options.layout.scalars if options.scalars and s.of == stack.fused]
 
 
 def takes_inputs(stack: Stack, layout: Layout) -> bool:

@@ -146,6 +146,14 @@ class PackedStack:
         if self.layout.factor:
             factor = "weight_global_scale" if self.dense else "weight_scale_2"
             leaves["packed_global_scale"] = self.checkpoint.tensors[stem + factor]
+        for scalar in self.layout.scalars:
+            own = (
+                f"{name}.{scalar.name}"
+                if self.dense
+                else f"{self.name.rpartition('.')[0]}.{scalar.name}"
+            )
+            if own in self.checkpoint.tensors:
+                leaves[f"packed_{scalar.name}"] = self.checkpoint.tensors[own]
         for leaf in ("input_global_scale", "input_scale"):
             if stem + leaf in self.checkpoint.tensors:
                 leaves["packed_input_scale"] = self.checkpoint.tensors[stem + leaf]

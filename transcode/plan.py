@@ -72,9 +72,8 @@ def make(checkpoint: Checkpoint, modules: Mapping[str, Module], options: Options
 
 KEPT = (
     "source_global_scale", "source_input_scale", "source_weight_scale", "activation_scale",
-    "packed_global_scale", "packed_weight_scale", "packed_input_scale",
 )  # fmt: skip
-"""Leaves of a module that are no part of its meaning, or stand for another one."""
+"""Leaves of a module that are no part of its meaning; `packed_*` stand for another one."""
 
 
 def consumed(module: Module) -> Iterator[TensorInfo]:
@@ -85,7 +84,9 @@ def consumed(module: Module) -> Iterator[TensorInfo]:
     if module.encoding is Encoding.UNQUANTISED:
         yield from (module.leaves[leaf] for leaf in ("weight", "bias") if leaf in module.leaves)
     yield from module.parts.values()
-    yield from (module.leaves[leaf] for leaf in KEPT if leaf in module.leaves)
+    yield from (
+        t for leaf, t in module.leaves.items() if leaf in KEPT or leaf.startswith("packed_")
+    )
 
 
 def once(*outputs: Iterable[Output]) -> None:

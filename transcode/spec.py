@@ -104,6 +104,29 @@ class Bias:
 
 
 @dataclass(frozen=True)
+class Factors:
+    """Global scales as factors, float32: g of weights, `[E]` or `[E, 2]`; a of activations, `[E]`;
+    E is 1 for linears.  a2: of the second GEMM's activations, for w13."""
+
+    g: Tensor
+    a: Tensor
+    a2: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class Scalar:
+    """What a runtime works out of factors: float32, `[]` of a linear, `[E]` of experts.
+
+    of: "" for linears, "w13" or "w2".  each: whether it is `[E, 2]`, gate and up.
+    """
+
+    name: str
+    of: Literal["", "w13", "w2"]
+    make: Callable[[Factors], Tensor]
+    each: bool = False
+
+
+@dataclass(frozen=True)
 class Parts:
     """How a matrix is stored. bias: None where the kernel takes none."""
 
@@ -137,6 +160,7 @@ class Layout:
     tile: rows of a member, and columns, in whose multiples ranks may share a packed matrix; 0 where
     they cannot.
     advice(hidden, intermediate): what a user should know of these sizes, or "".
+    scalars: what the runtime works out of factors, written where it is asked for.
     instead: why the kernel does not read other encodings, and the next best step for each.
     """
 
@@ -165,6 +189,7 @@ class Layout:
     inputs: Literal["", "each", "all"] = ""
     tile: tuple[int, int] = (64, 16)
     advice: Callable[[int, int], str] = lambda hidden, intermediate: ""
+    scalars: tuple[Scalar, ...] = ()
     instead: Mapping[Encoding, str] = field(default_factory=dict)
 
     def joined(self, members: int) -> Parts:

@@ -32,6 +32,7 @@ class Options:
     """What the user asked for: a kernel's layout, or another form of the checkpoint.
 
     recipe: what is asked of encodings.
+    scalars: whether what the runtime works out of factors is written too.
     """
 
     kernel: Layout | None
@@ -42,6 +43,7 @@ class Options:
     shard_size: int = 5_000_000_000
     form: Form | None = None
     recipe: EncodingRecipe = AS_THEY_ARE
+    scalars: bool = False
 
     @property
     def layout(self) -> Layout:

@@ -94,14 +94,16 @@ def options_of(target: Path, written: Any) -> Options:
         options = written["options"]
         unify, exact, tp = options["unify"], options["exact"], options["tp"]
         recipe = EncodingRecipe.of(options["encodings"])
-        dtype = written["activation_dtype"]
+        dtype, scalars = written["activation_dtype"], options.get("scalars", False)
     except (KeyError, TypeError) as error:
         raise FormatError(f"{target}: its config is not this program's: {error!r}") from None
     if dtype not in made.dtypes or unify not in UNIFY:
         raise FormatError(f"{target}: activation_dtype {dtype!r}, unify {unify!r}: unknown options")
     if type(tp) is not int or not 1 <= tp <= HIGHEST or type(exact) is not bool:
         raise FormatError(f"{target}: tp {tp!r}, exact {exact!r}: unknown options")
-    return Options(made, dtype, unify, exact, tp, recipe=recipe)
+    if type(scalars) is not bool:
+        raise FormatError(f"{target}: scalars {scalars!r}: unknown options")
+    return Options(made, dtype, unify, exact, tp, recipe=recipe, scalars=scalars)
 
 
 def form_options(checkpoint: Checkpoint, target: Path) -> Options:
