@@ -53,7 +53,7 @@ def patterns(names: Sequence[str], others: Sequence[str]) -> list[str]:
     found = dict[str, list[str]]()
     for name in (*names, *_joined(names)):
         found.setdefault(_pattern(name), []).append(name)
-    rest = "\n".join(others)
+    rest = "\n".join((*others, *_joined(others)))
     kept = list[str]()
     for pattern, fitting in found.items():
         trap = re.search(f"^{pattern}", rest, re.MULTILINE)

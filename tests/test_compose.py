@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -14,10 +15,10 @@ from torch import Tensor
 from tests.build import edit, edit_config
 from tests.convert import run
 from tests.packed import tensors
-from tests.test_recode import DATA, NV, values
+from tests.test_recode import DATA, NV, convert, values
 from transcode.pack import raw_bytes
 
-CT = "ct_nvfp4_qwen3moe"
+CT, FP8 = "ct_nvfp4_qwen3moe", "ct_fp8dynamic_qwen3moe"
 
 
 @pytest.fixture(scope="module")
@@ -154,3 +155,78 @@ def test_verify_asks_for_what_was_taken(tmp_path: Path, plain: Path) -> None:
     ran = run("verify", DATA / NV, tmp_path / "dst", "--take", "mtp.*", "from", plain)
     assert ran.code == 3
     assert "mtp.fc.weight" in ran.out
+
+
+def test_two_takes_go_together(tmp_path: Path, plain: Path) -> None:
+    rules = ("--rule", "model.layers.2.mlp.experts.*=nvfp4", "--lossy", "--input-scale", "0.5")
+    convert(plain, tmp_path / "draft", "compressed-tensors-nvfp4", *rules)
+    takes = ("model.layers.2.*", tmp_path / "draft"), ("mtp.*", plain)
+    done = compose(tmp_path / "dst", DATA / NV, *takes)
+    assert done["format"] == "modelopt"
+    assert [t["glob"] for t in done["taken"]] == ["model.layers.2.*", "mtp.*"]
+    after, base, draft = values(tmp_path / "dst"), values(DATA / NV), values(tmp_path / "draft")
+    for name, value in after.items():
+        if not name.startswith("mtp."):
+            wanted = draft if name.startswith("model.layers.2.") else base
+            assert torch.allclose(value, wanted[name], rtol=1e-6, atol=0)
+    stored, added = tensors(tmp_path / "dst"), tensors(plain)
+    assert not any(n.endswith(("weight_packed", "weight_global_scale")) for n in stored)
+    assert "model.layers.2.mlp.experts.0.up_proj.weight_scale_2" in stored
+    assert all(torch.equal(stored[n], added[n]) for n in added if n.startswith("mtp."))
+    index = json.loads((tmp_path / "dst" / "model.safetensors.index.json").read_text())
+    assert index["weight_map"].keys() == stored.keys()
+
+
+def test_the_form_is_the_bases_own_also_where_it_has_fewer_modules(
+    tmp_path: Path, plain: Path
+) -> None:
+    done = compose(tmp_path / "few", plain, ("model.layers.0.self_attn.*", DATA / CT))
+    assert done["format"] == "compressed-tensors"
+    done = compose(tmp_path / "dst", tmp_path / "few", ("model.layers.*.mlp.experts.*", DATA / NV))
+    assert done["format"] == "compressed-tensors"
+    assert any(n.endswith("weight_packed") for n in tensors(tmp_path / "dst"))
+
+
+def test_a_taken_modules_activations_are_those_of_its_own_config(tmp_path: Path) -> None:
+    def weights_only(told: dict[str, Any]) -> dict[str, Any]:
+        for group in told["quantization_config"]["config_groups"].values():
+            group["input_activations"] = None
+        return told
+
+    shutil.copytree(DATA / FP8, tmp_path / "a16")
+    edit_config(tmp_path / "a16", weights_only)
+    compose(tmp_path / "dst", DATA / FP8, ("model.layers.1.mlp.experts.*", tmp_path / "a16"))
+    groups = config(tmp_path / "dst")["quantization_config"]["config_groups"].values()
+    assert {bool(g["input_activations"]) for g in groups} == {True, False}
+
+
+def test_patterns_of_joined_linears_fit_one_group_only(tmp_path: Path) -> None:
+    rule = ("--rule", "model.layers.1.self_attn.*=fp8-channel", "--lossy")
+    convert(DATA / CT, tmp_path / "dst", "compressed-tensors", *rule)
+    groups = config(tmp_path / "dst")["quantization_config"]["config_groups"].values()
+    names = [f"model.layers.{i}.self_attn.qkv_proj" for i in (0, 1)]
+    for name in names:
+        fitting = [
+            g for g in groups
+            if any(re.match(t[3:], name) if t.startswith("re:") else t == name
+                   for t in g["targets"])
+        ]  # fmt: skip
+        assert len(fitting) == 1, name
+
+
+def test_what_would_be_lost_or_never_read_is_refused(tmp_path: Path, plain: Path) -> None:
+    dst = tmp_path / "dst"
+    shutil.copytree(plain, tmp_path / "less")
+    edit(tmp_path / "less", lambda t: {n: v for n, v in t.items() if "layers.1.mlp.gate" not in n})
+    (tmp_path / "less" / "model.safetensors.index.json").unlink()
+    told = refused(plain, dst, "--take", "model.layers.1.mlp.*", "from", tmp_path / "less")
+    assert "model.layers.1.mlp.gate would be gone" in told
+    shutil.copytree(plain, tmp_path / "far")
+    (tmp_path / "far" / "model.safetensors.index.json").unlink()
+    edit(tmp_path / "far", lambda t: {n.replace("layers.2.", "layers.7."): v for n, v in t.items()})
+    far = ("--take", "model.layers.7.*", "from", tmp_path / "far")
+    assert "layer 7 is taken, and the base has 2 layers" in refused(DATA / NV, dst, *far)
+    shutil.copytree(plain, tmp_path / "tied")
+    edit_config(tmp_path / "tied", lambda c: c | {"tie_word_embeddings": True})
+    head = ("--take", "lm_head.*", "from", plain)
+    assert "ties it to the embeddings" in refused(tmp_path / "tied", dst, *head)

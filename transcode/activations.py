@@ -25,8 +25,11 @@ def activations(checkpoint: Checkpoint) -> Callable[[Module], str]:
     config = quantization(checkpoint)[0]
     method = str(config.get("quant_method") or "").lower()
     ours, quark = _ours(config), _quark(config)
+    taken = {name: word for one in checkpoint.taken for name, word in one.activations.items()}
 
     def of(module: Module) -> str:
+        if module.name in taken:
+            return taken[module.name]
         if Role.INPUT in module.parts:
             return "static"
         if module.was:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -42,6 +42,8 @@ class Borrowed:
 
     tensors: how many the glob took.  replaced: how many of those the base had.  dropped: how many
     others of the base it matches, which are left out.  shards: the other's, that have them.
+    activations: of the quantised modules that came along, as the other's own config has them
+    (activations.py).
     """
 
     glob: str
@@ -49,6 +51,7 @@ class Borrowed:
     replaced: int
     dropped: int
     shards: tuple[Shard, ...]
+    activations: Mapping[str, str] = field(default_factory=dict)
 
     def entry(self) -> dict[str, Any]:
         """What the Report calls it."""

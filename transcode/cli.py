@@ -306,6 +306,7 @@ def convert(
 )
 @take(required=True)
 @click.option("--to", "target", metavar="TARGET", help="Another form.  [default: the base's own]")
+@click.option("--lossy", is_flag=True, help="Allow a change of encoding to change values.")
 @click.option("--dry-run", is_flag=True, help="Print the plan, made from headers; write nothing.")
 @click.option("--overwrite", is_flag=True, help="Replace DST once the new one is complete.")
 @click.option(
@@ -317,6 +318,7 @@ def compose(
     base: Path,
     takes: tuple[tuple[str, Path], ...],
     target: str | None,
+    lossy: bool,
     dry_run: bool,
     overwrite: bool,
     shard_size: int,
@@ -327,8 +329,9 @@ def compose(
         from transcode.compose_command import compose as put_together
 
         done, text = put_together(
-            dst, base, takes, target, shard_size, overwrite=overwrite, dry_run=dry_run
-        )
+            dst, base, takes, target, shard_size, lossy=lossy, overwrite=overwrite,
+            dry_run=dry_run,
+        )  # fmt: skip
         for note in done.get("notes", ()):
             click.echo(f"transcode: {one_line(note)}", err=True)
         say(json.dumps(done, indent=2) if as_json else text)

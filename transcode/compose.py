@@ -15,6 +15,7 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
+from transcode.activations import activations
 from transcode.catalog import targets
 from transcode.checkpoint import Borrowed, Checkpoint
 from transcode.chosen import joined
@@ -24,11 +25,14 @@ from transcode.groups import group
 from transcode.module import Module, Recognised
 from transcode.plan import consumed
 from transcode.producer import Form
-from transcode.recognise import recognise, require_known
+from transcode.quant import Encoding
+from transcode.recognise import quantization, recognise, require_known
 from transcode.unpacked import packed_config
 
 COUNTS = ("num_nextn_predict_layers", "mtp_num_hidden_layers", "num_mtp_modules", "num_mtp_layers")
 """Config keys that say how many layers predict further tokens."""
+
+_LAYER = re.compile(r"(?:model\.)?(?:language_model\.)?(?:model\.)?layers\.(\d+)\.")
 
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
 
@@ -53,15 +57,23 @@ def composed(base: Path, takes: Takes) -> tuple[Checkpoint, Recognised]:
             raise FormatError(f"{twice} is taken twice, by {mine[twice]} and by {glob}")
         mine |= dict.fromkeys(names, glob)
         gone = {name for name in checkpoint.tensors if fnmatchcase(name, glob)}
-        kept = _whole(recognised.modules, gone, keeping=True)
-        new = _whole(found.modules, names, keeping=False)
+        lost = _whole(recognised.modules, gone)
+        new = _whole(found.modules, names)
         _require_fit(checkpoint, recognised.modules, other, new, names)
-        modules = {n: m for n, m in modules.items() if n in kept} | new
+        _require_heads(checkpoint, other, lost, names)
+        _require_one_kind_of_scales(checkpoint, recognised.modules, other, new)
+        modules = {n: m for n, m in modules.items() if n not in lost}
+        if beside := min(modules.keys() & new.keys(), default=""):
+            raise FormatError(f"{beside} is taken, and the base keeps its own beside: widen GLOB")
+        modules |= new
         tensors = {n: t for n, t in tensors.items() if n not in gone}
         tensors |= {name: other.tensors[name] for name in names}
         config = _counted(config, checkpoint, other, names)
         shards = tuple(s for s in other.shards if names & {*s.header.tensors})
-        taken.append(Borrowed(glob, len(names), len(gone & names), len(gone - names), shards))
+        word = activations(other)
+        words = {n: word(m) for n, m in new.items() if m.format is not None}
+        counts = len(names), len(gone & names), len(gone - names)
+        taken.append(Borrowed(glob, *counts, shards, words))
         for row in joined(checkpoint, modules):
             kinds = {m.encoding for m in row}
             if len(kinds) > 1 and any(m.name in new for m in row):
@@ -74,12 +86,17 @@ def composed(base: Path, takes: Takes) -> tuple[Checkpoint, Recognised]:
 
 
 def form_of(checkpoint: Checkpoint, modules: Mapping[str, Module]) -> Form:
-    """The form that most of its quantised modules have; the plain one if none is quantised."""
-    names = Counter(m.written.producer for m in modules.values() if m.format is not None)
-    if not names:
+    """The form that its own quantised modules have; else the one that most of those that were taken
+    have; the plain one if none is quantised."""
+    quantised = {n: m for n, m in modules.items() if m.format is not None}
+    if not quantised:
         return Form(*targets()["bf16"])
-    [(most, _)] = names.most_common(1)
-    own = {n: m for n, m in modules.items() if m.format and m.written.producer == most}
+    taken = {name for one in checkpoint.taken for name in one.activations}
+    own = {n: m for n, m in quantised.items() if n not in taken}
+    if not own:
+        names = Counter(m.written.producer for m in quantised.values())
+        [(most, _)] = names.most_common(1)
+        own = {n: m for n, m in quantised.items() if m.written.producer == most}
     return replace(own_form(checkpoint, own), fill_input=False, codes_stay=False)
 
 
@@ -94,10 +111,8 @@ def _plainly(path: Path) -> tuple[Checkpoint, Recognised]:
     return checkpoint, recognised
 
 
-def _whole(
-    modules: Mapping[str, Module], names: Collection[str], *, keeping: bool
-) -> dict[str, Module]:
-    """The modules all of whose tensors are among the names (`keeping`: none is)."""
+def _whole(modules: Mapping[str, Module], names: Collection[str]) -> dict[str, Module]:
+    """The modules whose tensors are among the names; FormatError for one that is so in part."""
     found = dict[str, Module]()
     for name, module in modules.items():
         stored = {t.stored_name for t in (*consumed(module), *module.leaves.values())}
@@ -105,9 +120,44 @@ def _whole(
         if inside and inside != stored:
             missing = min(stored - inside)
             raise FormatError(f"{name}: a glob takes a part of it only, {missing} is not in it")
-        if bool(inside) is not keeping:
+        if inside:
             found[name] = module
     return found
+
+
+def _require_heads(
+    base: Checkpoint, other: Checkpoint, lost: Mapping[str, Module], names: Collection[str]
+) -> None:
+    """Raise FormatError where a module of the model itself would be gone, or a head is taken that
+    the config ties to the embeddings."""
+    layers = base.text_config.get("num_hidden_layers")
+    count = layers if isinstance(layers, int) else 0
+    there = {name.rpartition(".")[0] for name in names}
+    for name in lost:
+        if name not in there and group(name, count) != "mtp":
+            raise FormatError(f"{name} would be gone: the base has it, and {other.path} does not")
+    tied = base.text_config.get("tie_word_embeddings", base.config.get("tie_word_embeddings"))
+    if tied and (head := next((n for n in there if group(n, count) == "lm_head"), "")):
+        raise FormatError(
+            f"{head} is taken, and the base's config ties it to the embeddings: no runtime reads it"
+        )
+
+
+def _require_one_kind_of_scales(
+    base: Checkpoint, own: Mapping[str, Module], other: Checkpoint, new: Mapping[str, Module]
+) -> None:
+    """Raise FormatError where FP8 tiles with float scales come among those that the config says
+    are powers of two."""
+
+    def tiles(modules: Mapping[str, Module]) -> list[str]:
+        return [n for n, m in modules.items() if m.encoding is Encoding.FP8_BLOCK]
+
+    powers = [quantization(one)[0].get("scale_fmt") == "ue8m0" for one in (base, other)]
+    if tiles(own) and tiles(new) and powers == [True, False]:
+        raise FormatError(
+            f"{tiles(new)[0]} has float scales, and the base's config says scale_fmt ue8m0: "
+            "`convert --to deepseek-fp8-ue8m0 --lossy` makes such of it"
+        )
 
 
 def _require_fit(
@@ -146,6 +196,12 @@ def _counted(
     count = layers if isinstance(layers, int) else 0
     drafts = {m[0] for n in names if group(n.rpartition(".")[0], count) == "mtp"
               for m in [_NUMBER.findall(n)] if m}  # fmt: skip
+    numbered = sorted({int(m[1]) for n in names if (m := _LAYER.match(n)) and int(m[1]) >= count})
+    if count and numbered and numbered != list(range(count, count + len(numbered))):
+        raise FormatError(
+            f"layer {numbered[-1]} is taken, and the base has {count} layers: those that predict "
+            f"further tokens are counted from {count} on"
+        )
     if not any(group(n.rpartition(".")[0], count) == "mtp" for n in names):
         return dict(config)
     told = {k: v for k in COUNTS if isinstance(v := other.text_config.get(k), int)}

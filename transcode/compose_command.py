@@ -37,6 +37,7 @@ def compose(
     target: str | None,
     shard_size: int,
     *,
+    lossy: bool,
     overwrite: bool,
     dry_run: bool,
 ) -> tuple[dict[str, Any], str]:
@@ -49,6 +50,7 @@ def compose(
     from transcode.destination import guard
     from transcode.dryrun import describe, outline
     from transcode.producer import Form
+    from transcode.recipe import EncodingRecipe
     from transcode.rewrite_report import form_table
 
     forms = catalog.targets()
@@ -59,7 +61,9 @@ def compose(
         guard(source, dst, overwrite=overwrite)
     checkpoint, recognised = composed(base, takes)
     form = Form(*forms[target]) if target else form_of(checkpoint, recognised.modules)
-    options = line.Ask(None, form=form, shard_size=shard_size).options(checkpoint)
+    recipe = EncodingRecipe(lossy=lossy)
+    ask = line.Ask(None, form=form, shard_size=shard_size, recipe=recipe)
+    options = ask.options(checkpoint)
     plan = line.plan_of(checkpoint, recognised, options)
     if dry_run:
         return outline(plan), describe(plan)
