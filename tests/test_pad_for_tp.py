@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.build import edit_config
+from tests.build import Spec, build, edit_config
 from tests.convert import run
 from tests.packed import tensors
 from tests.test_recode import DATA, GPT, MX, NV, convert, values
@@ -86,3 +86,57 @@ def test_what_cannot_be_padded_is_refused(tmp_path: Path) -> None:
     ran = run(*asked, "modelopt", tmp_path / "src", tmp_path / "dst")
     assert ran.code == 1
     assert "no moe_intermediate_size or intermediate_size is that" in ran.err
+
+
+def shared_of(folder: Path) -> set[tuple[int, ...]]:
+    """The shapes of shared experts' up projections."""
+    return {tuple(v.shape) for n, v in values(folder).items() if "shared_expert" in n and "up" in n}
+
+
+@pytest.mark.parametrize(
+    ("told", "said"),
+    [
+        ({"model_type": "deepseek_v3", "n_shared_experts": 2}, ""),
+        (
+            {"model_type": "deepseek_v3", "n_shared_experts": 3},
+            "the config says n_shared_experts 3",
+        ),
+        ({"model_type": "some_moe"}, "is not listed here, and has shared experts"),
+        ({"model_type": "qwen3_moe"}, "a shared expert, and the family has none"),
+    ],
+)
+def test_shared_experts_grow_as_the_family_has_them(
+    tmp_path: Path, told: dict[str, object], said: str
+) -> None:
+    build(tmp_path / "src", Spec(hidden=192, intermediate=96, shared_experts=2))
+    edit_config(tmp_path / "src", lambda c: {**c, "n_shared_experts": None, **told})
+    [(rows, k)] = shared_of(tmp_path / "src")
+    width = {tuple(v.shape)[0] for n, v in values(tmp_path / "src").items()
+             if n.endswith("experts.0.up_proj")}.pop()  # fmt: skip
+    assert rows == 2 * width
+    ran = run(
+        "convert", "--to", "modelopt", "--pad-for-tp", "2", tmp_path / "src", tmp_path / "dst"
+    )
+    if said:
+        assert ran.code == 1
+        assert said in ran.err
+        return
+    assert ran.code == 0, ran.err
+    assert shared_of(tmp_path / "dst") == {(2 * 128, k)}
+
+
+def test_llama4s_shared_experts_grow_also_where_dense_ones_are_as_wide(tmp_path: Path) -> None:
+    shutil.copytree(DATA / "modelopt_nvfp4_llama4", tmp_path / "src")
+    size = text_config(tmp_path / "src")["intermediate_size"]
+
+    def same(config: dict[str, object]) -> dict[str, object]:
+        text = config.get("text_config")
+        mine = text if isinstance(text, dict) else config
+        mine["intermediate_size_mlp"] = size
+        return config
+
+    edit_config(tmp_path / "src", same)
+    convert(tmp_path / "src", tmp_path / "dst", "modelopt", "--pad-for-tp", "16", "--fused")
+    wide = text_config(tmp_path / "dst")["intermediate_size"]
+    assert wide != size
+    assert {rows for rows, _ in shared_of(tmp_path / "dst")} == {wide}

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from transcode.checkpoint import Checkpoint, Reader
 from transcode.errors import FormatError
+from transcode.expert_width import Widths, widths
 from transcode.fold import normed
 from transcode.fused import unquantised
 from transcode.header import TensorInfo, bytes_of
@@ -26,13 +27,6 @@ from transcode.quant import Encoding
 UNIT = 64
 """A rank's width is a multiple of it: Marlin's narrowest tile along N (vllm-project/vllm,
 marlin_utils.py, GPTQ_MARLIN_MIN_THREAD_N), and whole blocks of 16 and 32. FP8 tiles: the tile's."""
-
-WIDTHS = ("moe_intermediate_size", "intermediate_size")
-"""Config keys of the routed experts' width, in this order."""
-
-OWN = ("shared_expert_intermediate_size", "moe_shared_expert_intermediate_size",
-       "intermediate_size_mlp")  # fmt: skip
-"""Config keys of other MLPs, which keep their width."""
 
 
 @dataclass(frozen=True)
@@ -72,20 +66,24 @@ def widened(
     if not live:
         raise FormatError("--pad-for-tp: no quantised experts")
     width = _width(live[0])
-    key = next((k for k in WIDTHS if config.get(k) == width), None)
-    if key is None:
-        raise FormatError(f"{live[0].name} is {width} wide, and no {' or '.join(WIDTHS)} is that")
+    others = [address(m.name) for m in modules.values() if _mlp(m) and m not in experts]
+    rule = widths(
+        config,
+        width,
+        shared=any(where.shared for where in others),
+        dense=any(not where.shared for where in others),
+    )
     units = {_unit(m) for m in live}
     step = ranks * max(units)
     wide = -(-width // step) * step
     if wide == width:
         return dict(modules), {}
     found = dict(modules)
-    for module, size in _concerned(checkpoint, modules, key, width, wide):
+    for module, size in _concerned(checkpoint, modules, rule, width, wide):
         if module.encoding in (Encoding.UNQUANTISED, Encoding.INT4):
             raise FormatError(
                 f"{module.name} is {module.encoding} and would have to be widened too, since "
-                f"{key} is its width as well: not done here"
+                f"{rule.key} is its width as well: not done here"
             )
         found[module.name] = _wider(module, size)
     hidden = config.get("hidden_size")
@@ -96,7 +94,7 @@ def widened(
     )
     if left := next((name for name in stacked if name not in found), ""):
         raise FormatError(f"{left} is not quantised and would have to be widened too")
-    return found, {key: wide}
+    return found, {rule.key: wide}
 
 
 def _unit(module: Module) -> int:
@@ -109,29 +107,36 @@ def _width(module: Module) -> int:
     return module.shape[1 if address(module.name).projection == "down" else 0]
 
 
+def _mlp(module: Module) -> bool:
+    return len(module.shape) == 2 and bool(address(module.name).projection)
+
+
 def _concerned(
-    checkpoint: Checkpoint, modules: Mapping[str, Module], key: str, width: int, wide: int
+    checkpoint: Checkpoint, modules: Mapping[str, Module], rule: Widths, width: int, wide: int
 ) -> Iterator[tuple[Module, int]]:
-    """The modules whose width follows from the key, and their new one."""
+    """The modules whose width follows from the routed experts', and their new one."""
     config, inner_norms = checkpoint.text_config, normed(checkpoint)
-    own = {config.get(k) for k in OWN}
-    told = config.get("n_shared_experts")
+    told = config.get(rule.shared)
     count = told if isinstance(told, int) else 1
     for module in modules.values():
-        where = address(module.name)
-        if len(module.shape) != 2 or not where.projection:
+        if not _mlp(module):
             continue
+        where, mine = address(module.name), _width(module)
         if where.parent in inner_norms:
             raise FormatError(f"{where.parent} has a norm inside, which padding would change")
-        mine = _width(module)
         if where.expert is not None:
             if mine != width:
                 raise FormatError(f"{module.name} is {mine} wide, other experts {width}")
             yield module, wide
-        elif where.shared and mine == count * width and mine not in own:
+        elif where.shared and rule.shared not in ("none", "own"):
+            if mine != count * width:
+                said = f"{rule.shared} {told}" if told is not None else "one expert"
+                raise FormatError(
+                    f"{module.name} is {mine} wide, the config says {said} of {width}"
+                )
             yield module, count * wide
-        elif key == "intermediate_size" and mine == width and mine not in own:
-            yield module, wide
+        elif where.shared and rule.shared == "none":
+            raise FormatError(f"{module.name}: a shared expert, and the family has none")
 
 
 def _wider(module: Module, width: int) -> Module:
