@@ -18,6 +18,7 @@ from tests.packed import tensors
 from tests.test_recode import DATA, GPT, MX, NV, V4, convert, values
 from transcode.groups import group
 from transcode.quant import Encoding
+from transcode.recipe import Rule
 from transcode.unpacked import opened
 
 FP8, LLAMA = "modelopt_fp8_llama", "modelopt_nvfp4_llama"
@@ -334,3 +335,42 @@ def test_fp8_scales_that_differ_become_one(tmp_path: Path) -> None:
     ran = run("convert", "--to", "modelopt-fp8", "--unify", "rescale", "--exact",
               tmp_path / "src", tmp_path / "exact")  # fmt: skip
     assert ran.code == 4
+
+
+@pytest.mark.parametrize(
+    ("rule", "name", "meant"),
+    [
+        ("mtp=nvfp4", "mtp.layers.0.mlp.experts.0.up_proj", True),
+        ("mtp=nvfp4", "mtp.layers.0.mlp.gate", False),
+        ("mtp.*=nvfp4", "mtp.layers.0.mlp.gate", False),
+        ("mtp=nvfp4", "mtp.embed_tokens", False),
+        ("mtp.*.gate=nvfp4", "mtp.layers.0.mlp.gate", True),
+        ("vision=fp8-channel", "model.visual.blocks.0.attn.qkv", True),
+        ("vision=fp8-channel", "model.visual.pos_embed", False),
+        ("attention=nvfp4", "backbone.layers.3.mixer.q_proj", True),
+        ("shared_experts=nvfp4", "model.layers.0.mlp.shared_mlp.up_proj", True),
+        ("mlp=nvfp4", "transformer.h.0.mlp.c_proj", True),
+    ],
+)
+def test_a_group_means_linears_only(rule: str, name: str, meant: bool) -> None:
+    assert Rule.parse(rule).matches(name, group(name, 4)) is meant
+
+
+def test_what_is_asked_for_no_module_is_said(plain: Any, tmp_path: Path) -> None:
+    (tmp_path / "inputs.json").write_text('{"modle.*": 0.5, "model.layers.0.*": 0.5}')
+    asked = ("--rule", "expertz.*=nvfp4", "--input-scale", str(tmp_path / "inputs.json"))
+    done = convert(plain(NV), tmp_path / "dst", "modelopt-nvfp4", "--lossy", *asked)
+    assert "--rule expertz.*=nvfp4: there is no such module" in done["notes"]
+    assert "--input-scale: modle.* is no module here" in done["notes"]
+    assert not any("model.layers.0.*" in note for note in done["notes"])
+
+
+@pytest.mark.parametrize("value", [torch.tensor([]), torch.tensor(1), torch.tensor([1.0, 2.0])])
+def test_input_scales_that_are_no_single_floats_are_refused(
+    plain: Any, tmp_path: Path, value: Tensor
+) -> None:
+    save_file({"model.layers.0.input_scale": value}, tmp_path / "odd.safetensors")
+    ran = run("convert", "--to", "modelopt-nvfp4", "--lossy", "--input-scale",
+              tmp_path / "odd.safetensors", plain(NV), tmp_path / "dst")  # fmt: skip
+    assert ran.code == 1
+    assert "wanted one float" in ran.err

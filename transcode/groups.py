@@ -21,7 +21,10 @@ ROUTERS = ("gate", "router", "shared_expert_gate", "wg", "ffn_gate")
 UNPACKED = ("kv_b_proj", "in_proj_b", "in_proj_a", "in_proj_ba")
 """Linears that runtimes take apart, or have no quantised kernel for."""
 HEADS = ("lm_head", "head", "output", "embed_out")
-FUSED_MLP = ("gate_up_proj", "fc1", "fc2", "c_fc", "dense_h_to_4h", "dense_4h_to_h")
+QKVO = ("q_proj", "k_proj", "v_proj", "o_proj", "qkv_proj")
+"""Attention's, whatever holds them: Nemotron-H calls it mixer."""
+SHARED = re.compile(r"(^|\.)(shared_mlp|share_expert)(\.|$)")
+FUSED_MLP = ("gate_up_proj", "fc1", "fc2", "c_fc", "c_proj", "dense_h_to_4h", "dense_4h_to_h")
 MLPS = re.compile(r"(^|\.)(mlp|ffn|feed_forward|block_sparse_moe|moe|mixer)(\.|$)")
 
 
@@ -43,10 +46,18 @@ def group(name: str, layers: int) -> str:
         return ""
     if where.expert is not None:
         return "experts"
-    if where.shared:
+    if where.shared or SHARED.search(name):
         return "shared_experts"
-    if ATTENTION.search(where.parent):
+    if ATTENTION.search(where.parent) or where.leaf in QKVO:
         return "" if "conv" in where.leaf or where.leaf in UNPACKED else "attention"
     if where.projection or (where.leaf in FUSED_MLP and MLPS.search(name)):
         return "mlp"
     return ""
+
+
+def multiplied(name: str) -> bool:
+    """Whether a module is a linear that runtimes multiply with as such: no router, embedding, norm,
+    indexer or convolution, nor what they take apart."""
+    leaf = address(name).leaf
+    parted = leaf in (*ROUTERS, *UNPACKED) or address(name).table or INDEXERS.search(name)
+    return not parted and not any(word in leaf for word in ("embed", "norm", "conv"))

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import json
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
 from transcode.errors import FormatError
-from transcode.groups import GROUPS, group
+from transcode.groups import GROUPS, group, multiplied
 from transcode.quant import Encoding
 
 ENCODINGS = (
@@ -50,12 +50,15 @@ class Rule:
         """Whether a module in this group ("" for none) is meant.
 
         Embeddings, routers and others without a group are multiplied with by no runtime in any
-        encoding, so a glob has to name their leaf.
+        encoding, so a glob has to name their leaf; those of MTP and vision are not meant by the
+        group either.
         """
         if self.pattern in GROUPS:
-            return self.pattern == part
+            whole = part in ("mtp", "vision")
+            return self.pattern == part and (not whole or multiplied(name))
         named = not set("*?[") & set(self.pattern.rpartition(".")[2])
-        return fnmatchcase(name, self.pattern) and (named or part not in ("", "embeddings"))
+        some = part not in ("", "embeddings") and multiplied(name)
+        return fnmatchcase(name, self.pattern) and (named or some)
 
 
 @dataclass(frozen=True)
@@ -135,6 +138,17 @@ class EncodingRecipe:
         return made
 
 
+def idle(recipe: EncodingRecipe, names: Collection[str], layers: int) -> Iterator[str]:
+    """What was asked for no module: rules that mean none, input scales by names of none."""
+    parts = {name: group(name, layers) for name in names}
+    for rule in recipe.rules:
+        if not any(rule.matches(name, part) for name, part in parts.items()):
+            yield f"--rule {rule}: there is no such module"
+    for glob in recipe.inputs.named:
+        if glob not in parts and not any(fnmatchcase(name, glob) for name in names):
+            yield f"--input-scale: {glob} is no module here"
+
+
 AS_THEY_ARE = EncodingRecipe()
 """No rules, and nothing may be lost."""
 
@@ -184,7 +198,10 @@ def _json(path: Path) -> dict[str, float]:
         raise FormatError(f"{path}: {error}") from None
     if not isinstance(told, dict):
         raise FormatError(f"{path}: wanted an object of modules and their input scales")
-    return {k: float(v) if type(v) is int else v for k, v in told.items()}
+    try:
+        return {k: float(v) if type(v) is int else v for k, v in told.items()}
+    except OverflowError as error:
+        raise FormatError(f"{path}: {error}") from None
 
 
 def _safetensors(path: Path) -> dict[str, float]:
@@ -194,8 +211,12 @@ def _safetensors(path: Path) -> dict[str, float]:
     try:
         with safe_open(path, "pt") as file:
             for name in file.keys():  # noqa: SIM118
-                if name.endswith(".input_scale"):
-                    found[name.removesuffix(".input_scale")] = float(file.get_tensor(name).max())
+                if not name.endswith(".input_scale"):
+                    continue
+                kind, shape = file.get_slice(name).get_dtype(), file.get_slice(name).get_shape()
+                if kind not in ("F64", "F32", "F16", "BF16") or shape not in ([], [1]):
+                    raise FormatError(f"{path}: {name} is {kind} {shape}, wanted one float")
+                found[name.removesuffix(".input_scale")] = float(file.get_tensor(name))
     except (OSError, SafetensorError) as error:
         raise FormatError(f"{path}: {error}") from None
     return found

@@ -23,6 +23,7 @@ from transcode.job import Job
 from transcode.names import address
 from transcode.packed_outputs import has_input_scale, takes_inputs
 from transcode.producer import Role
+from transcode.recipe import idle
 from transcode.recoding import summary, told
 from transcode.recognise import disagreements
 from transcode.settled import Settled, norm_share
@@ -89,6 +90,7 @@ def notes(checkpoint: Checkpoint, job: Job, served: Sequence[int]) -> Iterator[s
     yield from disagreements(checkpoint, job.plan.modules)
     yield from job.unified.warnings
     yield from told(job.recoded, job.plan.modules)
+    yield from unused(checkpoint, job)
     if any(d.how == "fold" for d in job.unified.decisions):
         yield (
             "folded: the function is preserved, the matrices up and down are not; "
@@ -109,6 +111,13 @@ def notes(checkpoint: Checkpoint, job: Job, served: Sequence[int]) -> Iterator[s
     for stack in job.plan.stacks:
         if not stack.padded.whole and len(stack.groups[0]) > 1:
             yield f"{stack.name}: padded as a whole, its members cannot be split"
+
+
+def unused(checkpoint: Checkpoint, job: Job) -> Iterator[str]:
+    """Rules and input scales that were given for nothing: most likely misspelt."""
+    layers = checkpoint.text_config.get("num_hidden_layers")
+    count = layers if isinstance(layers, int) else 0
+    yield from idle(job.plan.options.recipe, job.plan.modules, count)
 
 
 def _rounded_scales(job: Job) -> Iterator[str]:

@@ -24,7 +24,7 @@ from transcode.outputs import KEPT
 from transcode.producer import Loads, Role
 from transcode.recoding import summary, told
 from transcode.recognise import disagreements
-from transcode.report import COMPLETE
+from transcode.report import COMPLETE, unused
 from transcode.rewritten import loss, turns, value
 from transcode.settle_e4m3 import change, prepare
 from transcode.told import standard
@@ -146,6 +146,7 @@ def _before(checkpoint: Checkpoint, job: Job, loads_in: Sequence[Loads]) -> Iter
     yield from checkpoint.notes
     yield from disagreements(checkpoint, job.plan.modules)
     yield from job.plan.notes
+    yield from unused(checkpoint, job)
     yield from told(job.recoded, job.plan.modules)
     form = job.plan.options.form
     if form and not loads_in:
