@@ -110,3 +110,28 @@ def test_without_its_report_a_packed_folder_is_refused(tmp_path: Path) -> None:
     ran = run("convert", "--to", "modelopt", packed, tmp_path / "back")
     assert ran.code == 1
     assert "Report" in ran.err
+
+
+@pytest.mark.parametrize(
+    ("file", "where", "value"),
+    [
+        ("transcode_report.json", ("rounded_biases",), -1),
+        ("transcode_report.json", ("scaled",), 7),
+        ("config.json", ("sizes", "block"), []),
+        ("config.json", ("sizes", "padded_n"), [1.5]),
+        ("config.json", ("sizes", "padded_k"), 10**30),
+    ],
+)
+def test_what_was_tampered_with_is_refused_in_a_line_or_ignored(
+    tmp_path: Path, file: str, where: tuple[str, ...], value: object
+) -> None:
+    packed = pack(DATA / "modelopt_nvfp4_qwen3moe", tmp_path / "packed")
+    told = json.loads((packed / file).read_text())
+    inner = told if file != "config.json" else told["quantization_config"]["sizes"]
+    if file == "config.json":
+        inner, where = inner["model.layers.1.mlp.experts.w2"], where[1:]
+    inner[where[0]] = value
+    (packed / file).write_text(json.dumps(told))
+    ran = run("convert", "--to", "canonical", packed, tmp_path / "dst")
+    assert ran.code in (0, 1)
+    assert len(ran.err.strip().splitlines()) <= 1 or ran.code == 0

@@ -97,6 +97,7 @@ class PackedStack:
         }
         found = [s for s in self.report["stacks"] if s["name"] == self.name]
         entry = found[0]
+        _require_sizes(self.size)
         if entry["flushed"]["count"] != self.size["flushed"]:
             raise ValueError(f"{self.name}: the Report is of another folder")
         flushed = {f["module"]: f for f in entry["flushed"]["scales"]}
@@ -199,6 +200,16 @@ class PackedStack:
         one = self._of(info, e)
         split = not self.dense and len(info.shape) > 1 and self.name.endswith(".w13")
         return replace(one.entry(i) if split else one, part_of=info.name)
+
+
+def _require_sizes(size: Mapping[str, Any]) -> None:
+    """Raise ValueError for sizes that are none."""
+    rows, padded, block = size["n"], size["padded_n"], size["block"]
+    pairs = [*zip(rows, padded, strict=True), (size["k"], size["padded_k"])]
+    whole = all(type(n) is int and type(p) is int and 0 < n <= p < 1 << 31 for n, p in pairs)
+    tiled = block is None or (len(block) == 2 and all(type(n) is int and n > 0 for n in block))
+    if not whole or not tiled:
+        raise ValueError(f"sizes {rows}, {padded}, {size['k']}, {size['padded_k']}, {block}")
 
 
 def _lost(flushed: Mapping[str, Any], most: int) -> tuple[bytes, bytes]:

@@ -128,9 +128,10 @@ class EncodingRecipe:
             given = InputScales(inputs["every"], inputs["named"], inputs["per_expert"])
             rules = tuple(Rule.parse(text) for text in asked["rules"])
             made = EncodingRecipe(rules, asked["scale_search"], asked["lossy"], given)
+            values = [*given.named.values()]
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise FormatError(f"unknown options of encodings: {error!r}") from None
-        numbers = [*made.inputs.named.values(), *([given.every] if given.every is not None else [])]
+        numbers = [*values, *([given.every] if given.every is not None else [])]
         sound = all(type(v) is float and valid(v) for v in numbers)
         flags = type(made.lossy) is bool and type(given.per_expert) is bool
         if not sound or not flags or made.search not in SEARCHES:

@@ -68,7 +68,8 @@ def _rounded(checkpoint: Checkpoint, layout: Layout) -> Iterator[str]:
     scales = sum(count for count in counts if isinstance(count, int))
     if scales and layout.factor:
         yield f"{scales} block scales were rounded when it was packed; they stay so"
-    if biases := report.get("rounded_biases"):
+    biases = report.get("rounded_biases")
+    if isinstance(biases, list) and biases:
         yield f"{len(biases)} biases were rounded when it was packed; they stay so"
 
 
@@ -108,7 +109,8 @@ def unpacked(checkpoint: Checkpoint, config: Mapping[str, Any]) -> dict[str, Mod
         )
     report = _report(checkpoint)
     if scaled := report.get("scaled"):
-        raise FormatError(f"{next(iter(scaled))} was scaled by a fold, which is not undone here")
+        name = next(iter(scaled)) if isinstance(scaled, dict) else scaled
+        raise FormatError(f"{name} was scaled by a fold, which is not undone here")
     try:
         found = [
             module

@@ -111,7 +111,7 @@ def form_options(checkpoint: Checkpoint, target: Path) -> Options:
     done = read_json(target / REPORT) if (target / REPORT).is_file() else {}
     told = done.get("options")
     name = done.get("format")
-    if name not in targets() or not isinstance(told, dict):
+    if not isinstance(name, str) or name not in targets() or not isinstance(told, dict):
         raise FormatError(f"{target}: no {REPORT} of a conversion: not written by transcode")
     keys = ("fused", "drop_kv_scales", "fill_input_scale", "exact")
     if any(type(told.get(key)) is not bool for key in keys) or told.get("unify") not in UNIFY:
