@@ -35,7 +35,7 @@ ROWS = 1 << 22
 
 def nvfp4_factor(largest: Tensor) -> Tensor:
     """The global scale for a largest magnitude `[]` float32: `largest / 2688`, 1 for 0."""
-    factor = (largest / (6 * LARGEST8)).clamp(min=LEAST)
+    factor = _over(largest, 6 * LARGEST8).clamp(min=LEAST)
     return torch.where(largest > 0, factor, torch.ones_like(factor))
 
 
@@ -156,7 +156,7 @@ def fp8_tensor(value: Tensor, scale: Tensor) -> QuantTensor:
 
 def fp8_scale(largest: Tensor) -> Tensor:
     """Scales that make the largest value 448, normal float32."""
-    scale = (largest / LARGEST8).clamp(min=LEAST)
+    scale = _over(largest, LARGEST8).clamp(min=LEAST)
     return torch.where(largest > 0, scale, torch.ones_like(scale))
 
 
@@ -165,6 +165,11 @@ def tiled(value: Tensor, scale: Tensor, block: tuple[int, int]) -> QuantTensor:
     codes = e4m3(tiles(value, block) / scale[..., None, None]).view(torch.uint8)
     stored = untiled(codes, (value.shape[0], value.shape[1])).contiguous()
     return QuantTensor(Encoding.FP8_BLOCK, stored.view(torch.float8_e4m3fn), scale, None, block)
+
+
+def _over(value: Tensor, number: float) -> Tensor:
+    """A division: on a GPU, torch makes one by a Python number a product with its reciprocal."""
+    return value / torch.full((), number, device=value.device)
 
 
 def _power(exponent: Tensor) -> Tensor:
