@@ -79,6 +79,23 @@ def _to_e4m3(x):  # type: ignore[no-untyped-def]
 
 
 @triton.jit  # type: ignore[untyped-decorator]
+def _pairs_of_e4m3(even, odd, NATIVE: tl.constexpr):  # type: ignore[no-untyped-def]
+    """float32 to int16: the even one's byte below; by the GPU's own conversion where it has one."""
+    if NATIVE:
+        made = tl.inline_asm_elementwise(
+            "cvt.rn.satfinite.e4m3x2.f32 $0, $2, $1;",
+            "=h,f,f",
+            [even, odd],
+            dtype=tl.int16,
+            is_pure=True,
+            pack=1,
+        )
+    else:
+        made = (_to_e4m3(even) | (_to_e4m3(odd) << 8)).to(tl.int16)
+    return made
+
+
+@triton.jit  # type: ignore[untyped-decorator]
 def _block_scales(scales, factor, piece, inside):  # type: ignore[no-untyped-def]
     """NVFP4's scales of pieces times the global one, `[P, 2]` float32."""
     at = piece[:, None] * 2 + tl.arange(0, 2)[None, :]
@@ -235,7 +252,8 @@ def _parted(largest):  # type: ignore[no-untyped-def]
 @triton.jit  # type: ignore[untyped-decorator]
 def to_mx(  # type: ignore[no-untyped-def]
     words, scales, factor, codes, bytes_, pieces, columns, tall, wide, stride,
-    KIND: tl.constexpr, EIGHT: tl.constexpr, SEARCH: tl.constexpr, P: tl.constexpr,
+    KIND: tl.constexpr, EIGHT: tl.constexpr, SEARCH: tl.constexpr, NATIVE: tl.constexpr,
+    P: tl.constexpr,
 ):  # fmt: skip
     """MXFP4 `[pieces, 16]` uint8 or (EIGHT) MXFP8 int16 codes, and E8M0 bytes `[pieces]`."""
     piece = tl.program_id(0).to(tl.int64) * P + tl.arange(0, P)
@@ -264,7 +282,7 @@ def to_mx(  # type: ignore[no-untyped-def]
     even, odd = even * inverse, odd * inverse
     at = piece[:, None] * 16 + tl.arange(0, 16)[None, :]
     if EIGHT:
-        made = (_to_e4m3(even) | (_to_e4m3(odd) << 8)).to(tl.int16)
+        made = _pairs_of_e4m3(even, odd, NATIVE)
     else:
         made = (_to_e2m1(even) | (_to_e2m1(odd) << 4)).to(tl.uint8)
     tl.store(codes + at, made, mask=inside[:, None])
@@ -274,7 +292,7 @@ def to_mx(  # type: ignore[no-untyped-def]
 @triton.jit  # type: ignore[untyped-decorator]
 def to_eight(  # type: ignore[no-untyped-def]
     words, scales, factor, codes, mine, pieces, columns, tall, wide, stride, high, broad, across,
-    KIND: tl.constexpr, P: tl.constexpr,
+    KIND: tl.constexpr, NATIVE: tl.constexpr, P: tl.constexpr,
 ):  # fmt: skip
     """FP8 codes `[pieces, 16]` int16 for scales at `mine`, one for `high` rows, `broad` columns."""
     piece = tl.program_id(0).to(tl.int64) * P + tl.arange(0, P)
@@ -282,9 +300,9 @@ def to_eight(  # type: ignore[no-untyped-def]
     even, odd = _decoded(words, scales, factor, piece, inside, columns, tall, wide, stride, KIND)
     place = piece // columns // high * across + piece % columns * 32 // broad
     scale = tl.load(mine + place, mask=inside, other=1.0)[:, None]
-    made = _to_e4m3(tl.div_rn(even, scale)) | (_to_e4m3(tl.div_rn(odd, scale)) << 8)
+    made = _pairs_of_e4m3(tl.div_rn(even, scale), tl.div_rn(odd, scale), NATIVE)
     at = piece[:, None] * 16 + tl.arange(0, 16)[None, :]
-    tl.store(codes + at, made.to(tl.int16), mask=inside[:, None])
+    tl.store(codes + at, made, mask=inside[:, None])
 
 
 def run(kernel: Any, source: Source, *outs: Any, **constants: Any) -> None:
@@ -326,7 +344,7 @@ def mxfp4(source: Source, search: str) -> tuple[Tensor, Tensor]:
     """Codes `[N, K/2]` and E8M0 bytes `[N, K/32]`, uint8."""
     n, k = source.shape
     codes, scales = (_empty(source, n, k // size) for size in (2, PIECE))
-    run(to_mx, source, codes, scales, EIGHT=False, SEARCH=search == "mse")
+    run(to_mx, source, codes, scales, EIGHT=False, SEARCH=search == "mse", NATIVE=False)
     return codes, scales
 
 
@@ -334,7 +352,8 @@ def mxfp8(source: Source) -> tuple[Tensor, Tensor]:
     """Codes `[N, K]` and E8M0 bytes `[N, K/32]`, uint8."""
     n, k = source.shape
     codes, scales = _empty(source, n, k), _empty(source, n, k // PIECE)
-    run(to_mx, source, codes.view(torch.int16), scales, EIGHT=True, SEARCH=False)
+    words = codes.view(torch.int16)
+    run(to_mx, source, words, scales, EIGHT=True, SEARCH=False, NATIVE=_native(codes))
     return codes, scales
 
 
@@ -343,8 +362,13 @@ def fp8(source: Source, scales: Tensor, tile: tuple[int, int]) -> Tensor:
     n, k = source.shape
     codes = _empty(source, n, k)
     across = -(-k // tile[1])
-    run(to_eight, source, codes.view(torch.int16), scales, *tile, across)
+    run(to_eight, source, codes.view(torch.int16), scales, *tile, across, NATIVE=_native(codes))
     return codes
+
+
+def _native(on: Tensor) -> bool:
+    """Whether the GPU converts to E4M3 itself."""
+    return on.is_cuda and torch.cuda.get_device_capability(on.device) >= (8, 9)
 
 
 def _empty(source: Source, rows: int, columns: int) -> Tensor:

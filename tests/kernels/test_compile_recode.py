@@ -33,9 +33,13 @@ def variants() -> Iterator[tuple[str, str, dict[str, Any]]]:
     """Kernels, sources and constants: each source once, and each of a kernel's ways once."""
     for kind in KINDS:
         yield "largest_of", kind, {}
-        yield "to_eight", kind, {}
+        yield "to_eight", kind, {"NATIVE": kind != "bf16"}
         yield "to_nvfp4", kind, {"SEARCH": kind != "fp16", "BELOW": 13, "ABOVE": 9}
-        yield "to_mx", kind, {"EIGHT": kind == "nvfp4", "SEARCH": kind in ("bf16", "fp8")}
+        yield (
+            "to_mx",
+            kind,
+            {"EIGHT": kind == "nvfp4", "SEARCH": kind in ("bf16", "fp8"), "NATIVE": True},
+        )
 
 
 def compile_all(capability: int) -> None:
@@ -49,6 +53,8 @@ def compile_all(capability: int) -> None:
     for name, kind, constants in variants():
         kernel = getattr(_recode, name)
         given = {**constants, "KIND": kind, "P": _recode.PIECES}
+        if "NATIVE" in given:
+            given["NATIVE"] = given["NATIVE"] and capability >= 89
         types = {"words": f"*{KINDS[kind]}", "factor": "*fp32", "mine": "*fp32", "out": "*fp32"}
         types |= dict.fromkeys(SIZES, "i32") | {"bytes_": "*u8", "codes": "*u8"}
         types["scales"] = "*fp32" if kind in ("fp8", "bf16", "fp16") else "*u8"
