@@ -19,24 +19,24 @@ from torch import Tensor
 from transcode.kernels._source import PIECE, Source
 
 PIECES = 128
-"""Pieces of a program: one for each thread."""
+"""Pieces of a program: two threads for each."""
 
-WARPS = 4
+WARPS = 8
 
 MAGIC: tl.constexpr = tl.constexpr(12582912.0)
 """1.5 * 2^23: what is added to it and taken away again is rounded to an integer, ties to even."""
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def _from_e2m1(code):  # type: ignore[no-untyped-def]
+@triton.jit
+def _from_e2m1(code):
     """int32 0..15 to float32, -0 too."""
     m = (code & 7).to(tl.float32)
     value = tl.where(m < 4, m * 0.5, tl.where(m < 6, m - 2, m * 2 - 8))
     return (value.to(tl.int32, bitcast=True) | ((code & 8) << 28)).to(tl.float32, bitcast=True)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def _from_e4m3(code):  # type: ignore[no-untyped-def]
+@triton.jit
+def _from_e4m3(code):
     """int32 0..255 to float32; NaN for 0x7F and 0xFF."""
     m = code & 0x7F
     normal = ((m << 20) + (120 << 23)).to(tl.float32, bitcast=True)
@@ -45,30 +45,30 @@ def _from_e4m3(code):  # type: ignore[no-untyped-def]
     return (value.to(tl.int32, bitcast=True) | ((code & 0x80) << 24)).to(tl.float32, bitcast=True)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def _from_e8m0(code):  # type: ignore[no-untyped-def]
+@triton.jit
+def _from_e8m0(code):
     """int32 0..254 to `2^(code - 127)`."""
     bits = tl.where(code == 0, 0x00400000, code << 23)
     return bits.to(tl.float32, bitcast=True)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def _rounded(y):  # type: ignore[no-untyped-def]
+@triton.jit
+def _rounded(y):
     """Magnitudes to E2M1's, ties to even, 6 at most."""
     magic = tl.where(y < 2, MAGIC / 2, tl.where(y < 4, MAGIC, MAGIC * 2))  # rounds to .5, 1, 2
     return tl.minimum((y + magic) - magic, 6.0)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def _to_e2m1(x):  # type: ignore[no-untyped-def]
+@triton.jit
+def _to_e2m1(x):
     """float32 to int32 0..15."""
     r = _rounded(tl.abs(x))
     code = tl.where(r < 2, r * 2, tl.where(r < 4, r + 2, r * 0.5 + 4)).to(tl.int32)
     return code | ((x.to(tl.int32, bitcast=True) >> 28) & 8)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def _to_e4m3(x):  # type: ignore[no-untyped-def]
+@triton.jit
+def _to_e4m3(x):
     """float32 to int32 0..255, ties to even, 448 at most."""
     a = tl.minimum(tl.abs(x), 448.0)
     bits = a.to(tl.int32, bitcast=True)
@@ -78,8 +78,8 @@ def _to_e4m3(x):  # type: ignore[no-untyped-def]
     return code | ((x.to(tl.int32, bitcast=True) >> 24) & 0x80)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def _pairs_of_e4m3(even, odd, NATIVE: tl.constexpr):  # type: ignore[no-untyped-def]
+@triton.jit
+def _pairs_of_e4m3(even, odd, NATIVE: tl.constexpr):
     """float32 to int16: the even one's byte below; by the GPU's own conversion where it has one."""
     if NATIVE:
         made = tl.inline_asm_elementwise(
@@ -95,18 +95,16 @@ def _pairs_of_e4m3(even, odd, NATIVE: tl.constexpr):  # type: ignore[no-untyped-
     return made
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def _block_scales(scales, factor, piece, inside):  # type: ignore[no-untyped-def]
+@triton.jit
+def _block_scales(scales, factor, piece, inside):
     """NVFP4's scales of pieces times the global one, `[P, 2]` float32."""
     at = piece[:, None] * 2 + tl.arange(0, 2)[None, :]
     byte = tl.load(scales + at, mask=inside[:, None], other=0).to(tl.int32)
     return _from_e4m3(byte) * tl.load(factor)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def _decoded(  # type: ignore[no-untyped-def]
-    words, scales, factor, piece, inside, columns, tall, wide, stride, KIND: tl.constexpr
-):
+@triton.jit
+def _decoded(words, scales, factor, piece, inside, columns, tall, wide, stride, KIND: tl.constexpr):
     """The even and odd columns of pieces, `[P, 16]` float32 each."""
     j = tl.arange(0, 16)[None, :]
     at = piece[:, None] * 16 + j
@@ -135,8 +133,8 @@ def _decoded(  # type: ignore[no-untyped-def]
     return even, odd
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def _pairwise(x, ROWS: tl.constexpr, COUNT: tl.constexpr):  # type: ignore[no-untyped-def]
+@triton.jit
+def _pairwise(x, ROWS: tl.constexpr, COUNT: tl.constexpr):
     """`[ROWS, COUNT]` to `[ROWS]`: neighbours are added up, then their sums, and so on."""
     if COUNT == 16:
         first, second = x.reshape([ROWS, 8, 2]).split()
@@ -147,16 +145,16 @@ def _pairwise(x, ROWS: tl.constexpr, COUNT: tl.constexpr):  # type: ignore[no-un
     return (first + second).reshape([ROWS])
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def _error(even, odd, inverse, scale, ROWS: tl.constexpr, COUNT: tl.constexpr):  # type: ignore[no-untyped-def]
+@triton.jit
+def _error(even, odd, inverse, scale, ROWS: tl.constexpr, COUNT: tl.constexpr):
     """The sum of squared errors of magnitudes `[ROWS, COUNT]`, rounded to E2M1 times a scale."""
     a = even - _rounded(even * inverse) * scale
     b = odd - _rounded(odd * inverse) * scale
     return _pairwise(a * a + b * b, ROWS, COUNT)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def largest_of(  # type: ignore[no-untyped-def]
+@triton.jit
+def largest_of(
     words, scales, factor, out, pieces, columns, tall, wide, stride,
     KIND: tl.constexpr, P: tl.constexpr,
 ):  # fmt: skip
@@ -193,8 +191,8 @@ def largest_of(  # type: ignore[no-untyped-def]
     tl.store(out + piece, found, mask=inside)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def to_nvfp4(  # type: ignore[no-untyped-def]
+@triton.jit
+def to_nvfp4(
     words, scales, factor, codes, bytes_, mine, pieces, columns, tall, wide, stride,
     KIND: tl.constexpr, SEARCH: tl.constexpr, BELOW: tl.constexpr, ABOVE: tl.constexpr,
     P: tl.constexpr,
@@ -241,16 +239,16 @@ def to_nvfp4(  # type: ignore[no-untyped-def]
     tl.store(bytes_ + places, byte.to(tl.uint8).reshape([P, 2]), mask=inside[:, None])
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def _parted(largest):  # type: ignore[no-untyped-def]
+@triton.jit
+def _parted(largest):
     """Mantissa in [0.5, 1) and exponent of positive numbers; below 2^-126 some exponent <= -126."""
     bits = largest.to(tl.int32, bitcast=True)
     mantissa = ((bits & 0x7FFFFF) | 0x3F000000).to(tl.float32, bitcast=True)
     return mantissa, (bits >> 23) - 126
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def to_mx(  # type: ignore[no-untyped-def]
+@triton.jit
+def to_mx(
     words, scales, factor, codes, bytes_, pieces, columns, tall, wide, stride,
     KIND: tl.constexpr, EIGHT: tl.constexpr, SEARCH: tl.constexpr, NATIVE: tl.constexpr,
     P: tl.constexpr,
@@ -289,8 +287,8 @@ def to_mx(  # type: ignore[no-untyped-def]
     tl.store(bytes_ + piece, byte.to(tl.uint8), mask=inside)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def to_eight(  # type: ignore[no-untyped-def]
+@triton.jit
+def to_eight(
     words, scales, factor, codes, mine, pieces, columns, tall, wide, stride, high, broad, across,
     KIND: tl.constexpr, NATIVE: tl.constexpr, P: tl.constexpr,
 ):  # fmt: skip

@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from transcode import quantise
-from transcode.encode import e4m3, tiles
+from transcode.encode import tiles
 from transcode.quant import Encoding, QuantTensor, unpack_nibbles
 
 GOLDEN = Path(__file__).parent / "golden"
@@ -143,16 +143,3 @@ def test_powers_of_two_are_vllms_requantisation() -> None:
             assert torch.equal(
                 made.codes.view(torch.uint8)[spread], one[2].view(torch.uint8)[spread]
             )
-
-
-@pytest.mark.parametrize("spread", [0, 12, 24])
-def test_the_fast_search_is_the_definition(spread: int) -> None:
-    draw = torch.Generator().manual_seed(spread)
-    weight = torch.randn(64, 512, generator=draw)
-    octaves = torch.randint(-spread, 1, (64, 32), generator=draw).repeat_interleave(16, 1)
-    weight = (weight * 4).round() / 4 * torch.exp2(octaves.float())  # many ties
-    factor = quantise.nvfp4_factor(weight.abs().max())
-    blocks = weight.reshape(64, -1, 16)
-    centre = e4m3(blocks.abs().amax(-1) / (6 * factor)).view(torch.uint8).int().clamp(min=1)
-    fast = quantise._swept(blocks / factor, centre)
-    assert torch.equal(fast, quantise.swept(blocks / factor, centre))

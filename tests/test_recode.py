@@ -23,7 +23,8 @@ from transcode.encode import e2m1
 from transcode.module import Module
 from transcode.pack import raw_bytes
 from transcode.quant import E2M1, Encoding, QuantTensor, unpack_nibbles
-from transcode.recode import Recoded, meaning, source_of, virtual
+from transcode.recode import Recoded, source_of, virtual
+from transcode.requantise import meaning
 from transcode.unpacked import opened
 
 DATA = Path(__file__).parent / "data"

@@ -180,10 +180,14 @@ def _index_notes(root: Path, index: dict[str, str], found: list[Shard]) -> Itera
 
 @dataclass(frozen=True)
 class Reader:
-    """Reads tensors; keeps each shard's file open, and in `memo` what was made last."""
+    """Reads tensors; keeps each shard's file open, and in `memo` what was made last.
+
+    device: where changes of encoding are worked out; tensors come back on the CPU.
+    """
 
     files: dict[Path, int]
     memo: dict[str, Any] = field(default_factory=dict)
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
 
     def file(self, info: TensorInfo) -> int:
         """The descriptor of the tensor's file."""
@@ -229,11 +233,11 @@ def _whole(info: TensorInfo, cut: Taken) -> TensorInfo:
 
 
 @contextmanager
-def reader() -> Iterator[Reader]:
-    """A Reader whose files are closed at the end."""
+def reader(device: torch.device | None = None) -> Iterator[Reader]:
+    """A Reader whose files are closed at the end; None is the CPU."""
     files: dict[Path, int] = {}
     try:
-        yield Reader(files)
+        yield Reader(files, device=device or torch.device("cpu"))
     finally:
         for fd in files.values():
             os.close(fd)

@@ -167,7 +167,7 @@ def convert(
 ) -> dict[str, Any]:
     """Write DST and return its Report; on an error what is finished stays in `DST.partial`."""
     guard(source, target, overwrite=overwrite)
-    with reader() as read:
+    with reader(device) as read:
         job = decide(checkpoint, plan, read, device)
         place = begin(target, identity(checkpoint, plan, __version__))
         todo = [shard for shard in plan.shards if not (place / shard.name).is_file()]

@@ -54,24 +54,15 @@ def _nvfp4(value: Tensor, factor: Tensor, search: str) -> tuple[Tensor, Tensor]:
     blocks = value.reshape(value.shape[0], -1, 16)
     largest = blocks.abs().amax(-1)
     centre = e4m3(largest / (6 * factor)).view(torch.uint8).int().clamp(min=1)
-    byte = _swept(blocks / factor, centre) if search == "mse" else centre
+    byte = swept(blocks / factor, centre) if search == "mse" else centre
     byte = torch.where(largest > 0, byte, 0).to(torch.uint8)
     scale = byte.view(torch.float8_e4m3fn).float() * factor
     scaled = blocks / torch.where(byte > 0, scale, 1.0)[..., None]
     return e2m1(scaled.flatten(1)), byte
 
 
-def _swept(blocks: Tensor, centre: Tensor) -> Tensor:
-    """The byte of the best E4M3 scale for each of `[N, G, 16]` blocks, over the global scale."""
-    if blocks.device.type == "cpu":
-        from transcode.kernels._sweep import sweep
-
-        return sweep(blocks, centre, BELOW, ABOVE)
-    return swept(blocks, centre)
-
-
 def swept(blocks: Tensor, centre: Tensor) -> Tensor:
-    """The definition of `_swept`, on any device."""
+    """The byte of the best E4M3 scale for each of `[N, G, 16]` blocks, over the global scale."""
     best, found = torch.full(centre.shape, torch.inf, device=blocks.device), centre
     for step in range(-BELOW, ABOVE + 1):
         byte = (centre + step).clamp(1, 126)

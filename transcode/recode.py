@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,6 +23,7 @@ from transcode.inputs import InputScale
 from transcode.module import Module
 from transcode.producer import E8M0, Role
 from transcode.quant import Encoding, QuantTensor, exponents
+from transcode.requantise import largest, meaning, requantised
 from transcode.settle_e8m0 import prepare
 from transcode.settled import require_over_zeros
 from transcode.unify import read_scalars
@@ -69,18 +71,23 @@ class Recoded:
         return self.module.block or BLOCK
 
     def made(self, read: Reader) -> QuantTensor:
-        """The matrix in the new encoding; the last one is kept."""
+        """The matrix in the new encoding, on the CPU."""
+        made: QuantTensor = moved(self.both(read)[1], torch.device("cpu"))
+        return made
+
+    def both(self, read: Reader) -> tuple[QuantTensor | Tensor, QuantTensor]:
+        """The source and the matrix in the new encoding, on the reader's device; the last ones are
+        kept. FormatError for a source with values that are no finite numbers."""
         kept = read.memo.get("recoded")
         if kept is None or kept[0] is not self:
-            source = source_of(self.module, read)
-            meant = meaning(source)
-            if not torch.isfinite(meant).all():
+            source = moved(source_of(self.module, read), read.device)
+            if not torch.isfinite(largest(source)):
                 raise FormatError(f"{self.module.name} has values that are not finite")
-            made = self._cast(source, read) or self._rounded(meant, read)
-            if self.surely_exact(read) and not torch.equal(made.dequantize(), meant):
+            made = self._cast(source, read) or self._rounded(source, read)
+            if self.surely_exact(read) and not torch.equal(made.dequantize(), meaning(source)):
                 raise Mismatch(f"{self.module.name}: values change, though its scales allow all")
-            read.memo["recoded"] = kept = self, made
-        found: QuantTensor = kept[1]
+            read.memo["recoded"] = kept = self, (source, made)
+        found: tuple[QuantTensor | Tensor, QuantTensor] = kept[1]
         return found
 
     def _cast(self, source: QuantTensor | Tensor, read: Reader) -> QuantTensor | None:
@@ -99,19 +106,16 @@ class Recoded:
         stays = source.encoding is self.encoding and change.are_powers(source.scales)
         return source if stays else None
 
-    def _rounded(self, value: Tensor, read: Reader) -> QuantTensor:
-        match self.encoding:
-            case Encoding.NVFP4:
-                return quantise.nvfp4(value, self.factor(read), self.search)
-            case Encoding.MXFP4:
-                return quantise.mxfp4(value, self.search)
-            case Encoding.MXFP8:
-                return quantise.mxfp8(value)
-            case Encoding.FP8_BLOCK:
-                return quantise.fp8_tiles(value, self.block, powers=self.powers)
-            case Encoding.FP8_CHANNEL:
-                return quantise.fp8_rows(value)
-        return quantise.fp8_tensor(value, quantise.fp8_scale(self._largest(read)))
+    def _rounded(self, source: QuantTensor | Tensor, read: Reader) -> QuantTensor:
+        factor = None
+        if self.encoding is Encoding.NVFP4:
+            factor = self.factor(read)
+        elif self.encoding is Encoding.FP8_TENSOR:
+            factor = quantise.fp8_scale(self._largest(read))
+        return requantised(
+            source, self.encoding, search=self.search, factor=factor, block=self.block,
+            powers=self.powers,
+        )  # fmt: skip
 
     def factor(self, read: Reader) -> Tensor:
         """NVFP4's global scale, `[]` float32."""
@@ -129,7 +133,7 @@ class Recoded:
     def _largest(self, read: Reader) -> Tensor:
         """The largest magnitude of the modules that share a scale, `[]` float32."""
         return torch.tensor(
-            self._shared(read, lambda m: float(meaning(source_of(m, read)).abs().max()))
+            self._shared(read, lambda m: float(largest(moved(source_of(m, read), read.device))))
         )
 
     def _shared(self, read: Reader, of: Callable[[Module], float]) -> float:
@@ -175,9 +179,11 @@ def source_of(module: Module, read: Reader) -> QuantTensor | Tensor:
     return QuantTensor(module.encoding, codes, scales, factor, module.block)
 
 
-def meaning(source: QuantTensor | Tensor) -> Tensor:
-    """What `source_of` gives, as `[N, K]` float32."""
-    return source.float() if isinstance(source, Tensor) else source.dequantize()
+def moved(of: QuantTensor | Tensor, device: torch.device) -> Any:
+    """A matrix on another device; its global scale stays on the CPU."""
+    if isinstance(of, Tensor):
+        return of.to(device)
+    return replace(of, codes=of.codes.to(device), scales=of.scales.to(device))
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,8 @@ from transcode.errors import LossError
 from transcode.module import Module
 from transcode.producer import Role
 from transcode.quant import Encoding
-from transcode.recode import EXACT, Part, Recoded, meaning, source_of
+from transcode.recode import EXACT, Part, Recoded
+from transcode.requantise import meaning
 from transcode.stacks import GROUPS, Options
 from transcode.widen import Wider
 
@@ -129,8 +130,10 @@ def _lossless(encoding: Encoding) -> str:
 
 def measured(one: Recoded, read: Reader) -> Loss:
     """Compare a module in its new encoding with the source, value by value."""
-    source, made = meaning(source_of(one.module, read)), one.made(read).dequantize()
+    of, new = one.both(read)
+    source, made = meaning(of), new.dequantize()
     columns = GROUPS.get(one.module.encoding, source.shape[1])
     changed = (source != made).reshape(source.shape[0], -1, columns).any(-1)
-    error, norm = float((source - made).double().norm()), float(source.double().norm())
+    apart = (source - made).cpu()  # summed up there whatever the device, to the same last bit
+    error, norm = float(apart.double().norm()), float(source.cpu().double().norm())
     return Loss(int(changed.sum()), changed.numel(), error / norm if norm else 0.0)

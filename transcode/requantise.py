@@ -23,6 +23,10 @@ def _kernels(device: torch.device) -> ModuleType | None:
         from transcode.kernels import _recode  # needs triton
 
         return _recode
+    if device.type == "cpu":
+        from transcode.kernels import _recode_cpu
+
+        return _recode_cpu
     return None
 
 

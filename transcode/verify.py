@@ -60,7 +60,7 @@ def verify(source: Path, target: Path, device: torch.device, takes: Takes = ()) 
     packed = told.get("quant_method") == METHOD and told.get("layout") != "canonical"
     options = options_of(target, written) if packed else form_options(checkpoint, target)
     plan = plan_of(checkpoint, recognised, options)
-    with reader() as read:
+    with reader(device) as read:
         job = decide(checkpoint, plan, read, device)
         found = dict[str, TensorInfo]()
         yield from _headers(root, plan, found)

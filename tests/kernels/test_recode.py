@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from transcode import quantise
-from transcode.kernels import _recode
+from transcode.kernels import _recode, _recode_cpu
 from transcode.kernels._source import WHOLE, Source, source
 from transcode.quant import Encoding, QuantTensor
 
@@ -68,7 +68,7 @@ def moved(of: QuantTensor | Tensor, device: str) -> Source:
     return found
 
 
-@pytest.fixture(params=[_recode], ids=["triton"])
+@pytest.fixture(params=[_recode, _recode_cpu], ids=["triton", "cpu"])
 def run(request: pytest.FixtureRequest) -> ModuleType:
     """The module that changes encodings."""
     module: ModuleType = request.param
