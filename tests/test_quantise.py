@@ -13,8 +13,8 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from transcode import quantise
-from transcode.encode import tiles
-from transcode.quant import Encoding, QuantTensor, unpack_nibbles
+from transcode.encode import e2m1, rounded, tiles
+from transcode.quant import Encoding, QuantTensor, unpack_nibbles, unpacked4
 
 GOLDEN = Path(__file__).parent / "golden"
 TILE = (128, 128)
@@ -79,7 +79,7 @@ def test_no_other_e4m3_scale_is_better() -> None:
     weight[5] *= 2.0**-14  # scales below E4M3's normal numbers
     weight[6, :16] = torch.tensor([6.0, 0.1] * 8)
     made, factor = nvfp4(weight, "mse"), quantise.nvfp4_factor(weight.abs().max())
-    blocks = weight.reshape(8, -1, 16) / factor
+    blocks = weight.abs().reshape(8, -1, 16) / factor
     scales = torch.arange(1, 127).to(torch.uint8).view(torch.float8_e4m3fn).float()
     errors = torch.stack([
         quantise._squares(blocks, blocks * (1 / scale), scale) for scale in scales
@@ -143,3 +143,10 @@ def test_powers_of_two_are_vllms_requantisation() -> None:
             assert torch.equal(
                 made.codes.view(torch.uint8)[spread], one[2].view(torch.uint8)[spread]
             )
+
+
+def test_magnitudes_are_rounded_as_codes_are() -> None:
+    edges = torch.tensor([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0, 6.0, 7.0, 1e30])
+    near = torch.cat([edges, *(torch.nextafter(edges, torch.tensor(x)) for x in (0.0, torch.inf))])
+    some = torch.cat([near, torch.linspace(0, 8, 4098), torch.zeros(0)])[: 4128 // 2 * 2]
+    assert torch.equal(rounded(some), unpacked4(e2m1(some)))

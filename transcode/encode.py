@@ -31,6 +31,15 @@ def e2m1(value: Tensor) -> Tensor:
     return pack_nibbles(torch.where(torch.signbit(value), code | 8, code))
 
 
+def rounded(magnitude: Tensor) -> Tensor:
+    """Float32 numbers >= 0 to E2M1's, as `e2m1` rounds them: 1.5 * 2^23 times a step is added and
+    taken away again, which leaves multiples of the step, ties to even."""
+    step = 12582912.0
+    lower = torch.where(magnitude < 2, step / 2, step)
+    magic = torch.where(magnitude < 4, lower, step * 2)
+    return ((magnitude + magic) - magic).clamp(max=6.0)
+
+
 def e4m3(value: Tensor) -> Tensor:
     """Float32 to float8_e4m3fn; above 448 saturates."""
     return value.clamp(-LARGEST8, LARGEST8).to(torch.float8_e4m3fn)

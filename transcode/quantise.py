@@ -16,8 +16,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from transcode.encode import LARGEST8, e2m1, e4m3, tiles, untiled
-from transcode.quant import Encoding, QuantTensor, unpacked4
+from transcode.encode import LARGEST8, e2m1, e4m3, rounded, tiles, untiled
+from transcode.quant import Encoding, QuantTensor
 
 LEAST = 2.0**-110
 """The least global scale: times any E4M3 scale it is a normal float32."""
@@ -64,6 +64,7 @@ def _nvfp4(value: Tensor, factor: Tensor, search: str) -> tuple[Tensor, Tensor]:
 def swept(blocks: Tensor, centre: Tensor) -> Tensor:
     """The byte of the best E4M3 scale for each of `[N, G, 16]` blocks, over the global scale."""
     best, found = torch.full(centre.shape, torch.inf, device=blocks.device), centre
+    blocks = blocks.abs()
     for step in range(-BELOW, ABOVE + 1):
         byte = (centre + step).clamp(1, 126)
         scale = byte.to(torch.uint8).view(torch.float8_e4m3fn).float()[..., None]
@@ -74,8 +75,9 @@ def swept(blocks: Tensor, centre: Tensor) -> Tensor:
 
 
 def _squares(value: Tensor, scaled: Tensor, scale: Tensor) -> Tensor:
-    """Sums of squared errors of blocks if `scaled` is rounded to E2M1, added up pairwise."""
-    error = value - unpacked4(e2m1(scaled)) * scale
+    """Sums of squared errors of blocks of magnitudes if `scaled` is rounded to E2M1, added up
+    pairwise."""
+    error = value - rounded(scaled) * scale
     error = error * error
     while error.shape[-1] > 1:
         error = error[..., ::2] + error[..., 1::2]
@@ -100,7 +102,7 @@ def mxfp4(value: Tensor, search: str) -> QuantTensor:
 
 def _tried(blocks: Tensor, even: Tensor) -> Tensor:
     """The best of three exponents: "even" rounding's, one less, one more."""
-    value = blocks / _power(even.clamp(-127, 127))[..., None]
+    value = blocks.abs() / _power(even.clamp(-127, 127))[..., None]
     best, found = torch.full(even.shape, torch.inf, device=blocks.device), even
     for step in (-1, 0, 1):
         error = _squares(value, value * 2.0**-step, torch.tensor(2.0**step, device=value.device))

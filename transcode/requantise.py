@@ -16,14 +16,17 @@ from transcode import quantise
 from transcode.kernels._source import PIECE, WHOLE, Source, source
 from transcode.quant import Encoding, QuantTensor
 
+SMALL = 1 << 18
+"""Elements of a matrix that are worth compiling a numba loop for, which takes some seconds."""
 
-def _kernels(device: torch.device) -> ModuleType | None:
-    """The kernels for tensors of a device."""
+
+def _kernels(device: torch.device, elements: int) -> ModuleType | None:
+    """The kernels for a matrix on a device, None where the definition is to do it."""
     if device.type == "cuda":
         from transcode.kernels import _recode  # needs triton
 
         return _recode
-    if device.type == "cpu":
+    if device.type == "cpu" and elements >= SMALL:
         from transcode.kernels import _recode_cpu
 
         return _recode_cpu
@@ -32,7 +35,8 @@ def _kernels(device: torch.device) -> ModuleType | None:
 
 def _read(of: QuantTensor | Tensor) -> tuple[ModuleType, Source] | None:
     """The kernels for a source, and how they read it."""
-    run = _kernels((of.codes if isinstance(of, QuantTensor) else of).device)
+    device = (of.codes if isinstance(of, QuantTensor) else of).device
+    run = _kernels(device, of.shape[0] * of.shape[1])
     found = source(of) if run else None
     return (run, found) if run and found else None
 

@@ -9,12 +9,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from transcode import quantise
+from transcode import quantise, requantise
 from transcode.kernels import _recode, _recode_cpu
 from transcode.kernels._source import WHOLE, Source, source
 from transcode.quant import Encoding, QuantTensor
+from transcode.recipe import ENCODINGS
 
-N, K = 130, 96
+N, K = 66, 96
 SOURCES = ("bf16", "fp16", "nvfp4", "mxfp4", "mxfp8", "tile", "row", "tensor")
 
 
@@ -170,6 +171,23 @@ def test_nan_and_infinity_show_in_the_largest(run: ModuleType, at: str) -> None:
     codes = torch.full((1, 32), 0x7F, dtype=torch.uint8).view(torch.float8_e4m3fn)
     made = QuantTensor(Encoding.FP8_TENSOR, codes, torch.tensor(1.0))
     assert run.largest(moved(made, at)).isnan().all()
+
+
+@pytest.mark.parametrize("to", [*ENCODINGS])
+@pytest.mark.parametrize("kind", ["bf16"])
+def test_a_large_matrix_takes_the_kernels_and_means_what_a_small_one_does(
+    monkeypatch: pytest.MonkeyPatch, kind: str, to: Encoding
+) -> None:
+    of = drawn(kind, 128, 256)
+    factor = quantise.nvfp4_factor(meaning(of).abs().max())
+    made = []
+    for small in (0, 1 << 30):
+        monkeypatch.setattr(requantise, "SMALL", small)
+        assert torch.equal(requantise.largest(of), meaning(of).abs().max())
+        made.append(requantise.requantised(of, to, search="mse", factor=factor, block=(64, 64)))
+    for mine, theirs in ((made[0].codes, made[1].codes), (made[0].scales, made[1].scales)):
+        assert (mine.dtype, mine.shape) == (theirs.dtype, theirs.shape)
+        assert equal(mine.reshape(-1), theirs.reshape(-1))
 
 
 def test_what_has_no_whole_pieces_is_not_read() -> None:
