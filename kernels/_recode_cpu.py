@@ -93,13 +93,13 @@ def _shared(name: str, source: Source, *given: Any) -> None:
 
 
 def _read(source: Source) -> tuple[Array, Array, Array]:
-    """Words, what a half of one means, and a scale for every 16 columns, float32."""
+    """The codes' bytes, what a code means, and a scale for every 16 columns, float32."""
     n, k = source.shape
     words = source.words.reshape(-1)
     if source.kind in ("bf16", "fp16"):
         dtype = torch.bfloat16 if source.kind == "bf16" else torch.float16
         table = torch.arange(1 << 16).to(torch.uint16).view(dtype).float()
-        return words.view(torch.uint32).numpy(), table.numpy(), np.ones(1, np.float32)
+        return words.view(torch.uint8).numpy(), table.numpy(), np.ones(1, np.float32)
     if source.kind in ("nvfp4", "mxfp4"):
         table = torch.tensor([*E2M1, *(-value for value in E2M1)])
     else:
@@ -112,12 +112,12 @@ def _read(source: Source) -> tuple[Array, Array, Array]:
         scales = source.scales.reshape(-1)[rows * -(-k // source.tile[1]) + columns]
     else:
         scales = powers(source.scales).repeat_interleave(2, 1)
-    return words.numpy(), table.numpy(), scales.reshape(-1).numpy()
+    return words.view(torch.uint8).numpy(), table.numpy(), scales.reshape(-1).numpy()
 
 
 @cache
 def _compiled() -> dict[str, Callable[..., None]]:
-    """The loops, compiled for each word as they are first called."""
+    """The loops, each compiled when it is first called."""
     with uninterrupted():
         from numba import njit  # slow to import
 
@@ -125,7 +125,7 @@ def _compiled() -> dict[str, Callable[..., None]]:
 
         decoded = compiled(_decoded)
         tops = compiled(_tops)
-        square = njit(nogil=True, inline="always")(_square)
+        square = compiled(_square)
         error = compiled(_error_of(square))
         e2m1 = compiled(_e2m1)
         e4m3 = compiled(_e4m3)
@@ -139,18 +139,27 @@ def _compiled() -> dict[str, Callable[..., None]]:
         return {name: compiled(loop) for name, loop in made.items()}
 
 
-def _decoded(at: int, count: int, words: Any, table: Any, scales: Any, x: Any) -> None:
-    """Pieces from `at` on to `x`, `[32, P]`."""
-    bits = 4 if len(table) == 16 else 8 if len(table) == 256 else 16
-    mask = np.uint32(len(table) - 1)
+def _decoded(at: int, count: int, octets: Any, table: Any, scales: Any, x: Any) -> None:
+    """Pieces from `at` on to `x`, `[32, P]`; octets are the codes' bytes."""
     one = len(scales) == 1
     for p in range(count):
         for half in range(2):
             scale = scales[0] if one else scales[2 * (at + p) + half]
-            for j in range(8):
-                word = np.uint32(words[16 * (at + p) + 8 * half + j])
-                x[16 * half + 2 * j, p] = table[word & mask] * scale
-                x[16 * half + 2 * j + 1, p] = table[(word >> np.uint32(bits)) & mask] * scale
+            if len(table) == 16:
+                first = 16 * (at + p) + 8 * half
+                for j in range(8):
+                    byte = octets[first + j]
+                    x[16 * half + 2 * j, p] = table[byte & np.uint8(15)] * scale
+                    x[16 * half + 2 * j + 1, p] = table[byte >> np.uint8(4)] * scale
+            elif len(table) == 256:
+                first = 32 * (at + p) + 16 * half
+                for j in range(16):
+                    x[16 * half + j, p] = table[octets[first + j]] * scale
+            else:
+                first = 64 * (at + p) + 32 * half
+                for j in range(16):
+                    low, high = octets[first + 2 * j], octets[first + 2 * j + 1]
+                    x[16 * half + j, p] = table[np.uint16(low) | (np.uint16(high) << np.uint16(8))]
 
 
 def _tops(x: Any, top: Any) -> None:

@@ -17,10 +17,10 @@ from time import perf_counter
 import torch
 from torch import Tensor
 
-from transcode import quantise
+from transcode import change, quantise
 from transcode.encode import tiles
 from transcode.quant import Encoding, QuantTensor
-from transcode.requantise import largest, requantised
+from transcode.requantise import largest, mxfp4_to_fp8, requantised
 
 BLOCK = (128, 128)
 PAIRS = (
@@ -29,7 +29,8 @@ PAIRS = (
     ("fp8-block", Encoding.NVFP4, "mse"),
     ("fp8-block", Encoding.MXFP4, "mse"), ("nvfp4", Encoding.MXFP4, "mse"),
     ("nvfp4", Encoding.FP8_BLOCK, ""), ("nvfp4", Encoding.FP8_CHANNEL, ""),
-    ("mxfp4", Encoding.NVFP4, "mse"), ("mxfp4", Encoding.FP8_CHANNEL, ""),
+    ("mxfp4", Encoding.NVFP4, "cast"), ("mxfp4", Encoding.FP8_BLOCK, "cast"),
+    ("mxfp4", Encoding.FP8_CHANNEL, ""),
 )  # fmt: skip
 
 
@@ -49,7 +50,12 @@ def drawn(kind: str, elements: int, device: str) -> QuantTensor | Tensor:
 
 
 def defined(of: QuantTensor | Tensor, to: Encoding, search: str) -> QuantTensor:
-    """By quantise.py."""
+    """By quantise.py, or change.py."""
+    if search == "cast":
+        assert isinstance(of, QuantTensor)
+        if to is Encoding.NVFP4:
+            return change.mxfp4_to_nvfp4(of, change.top(of.scales))
+        return change.mxfp4_to_fp8(of, BLOCK)
     value = of.float() if isinstance(of, Tensor) else of.dequantize()
     match to:
         case Encoding.NVFP4:
@@ -63,6 +69,9 @@ def defined(of: QuantTensor | Tensor, to: Encoding, search: str) -> QuantTensor:
 
 def by_kernels(of: QuantTensor | Tensor, to: Encoding, search: str) -> QuantTensor:
     """By the kernels of the source's device."""
+    if search == "cast":
+        assert isinstance(of, QuantTensor)
+        return defined(of, to, search) if to is Encoding.NVFP4 else mxfp4_to_fp8(of, BLOCK)
     factor = quantise.nvfp4_factor(largest(of)) if to is Encoding.NVFP4 else None
     return requantised(of, to, search=search, factor=factor, block=BLOCK)
 

@@ -82,3 +82,35 @@ def test_a_gpu_that_is_not_there_is_said_to_be_missing(tmp_path: Path) -> None:
     ran = run(*args, tmp_path / "src", tmp_path / "dst")
     assert ran.code == 1
     assert "no GPU that torch can use" in ran.err
+
+
+DATA = Path(__file__).parent / "data"
+CHANGES = (
+    ("modelopt_nvfp4_qwen3moe", ("modelopt-fp8-block", "--lossy")),
+    ("modelopt_nvfp4_qwen3moe", ("compressed-tensors-mxfp4", "--lossy")),
+    ("hf_fp8ops_qwen3moe", ("compressed-tensors-nvfp4", "--lossy")),
+    ("hf_fp8ops_qwen3moe", ("deepseek-fp8-ue8m0", "--lossy")),
+    ("ct_fp8dynamic_qwen3moe", ("marlin-mxfp4", "--lossy")),
+    ("hf_mxfp4_gptoss", ("modelopt-nvfp4",)),
+    ("deepgemm_fp4fp8_dsv4", ("deepseek-v4-fp8",)),
+    ("bf16", ("modelopt-nvfp4", "--lossy")),
+    ("bf16", ("compressed-tensors-nvfp4", "--lossy", "--scale-search", "max")),
+    ("bf16", ("compressed-tensors-fp8", "--lossy")),
+)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize(
+    ("source", "words"), CHANGES, ids=lambda x: "-".join(x) if type(x) is tuple else x
+)
+def test_encodings_change_to_the_same_bytes(
+    tmp_path: Path, source: str, words: tuple[str, ...]
+) -> None:
+    folder = DATA / source
+    if source == "bf16":
+        folder = tmp_path / "bf16"
+        assert run("convert", "--to", "bf16", DATA / "modelopt_nvfp4_qwen3moe", folder).code == 0
+    for device in ("cpu", "cuda"):
+        ran = run("convert", "--to", *words, "--device", device, folder, tmp_path / device)
+        assert ran.code == 0, ran.err
+    assert content(tmp_path / "cpu") == content(tmp_path / "cuda")

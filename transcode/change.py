@@ -85,11 +85,14 @@ def mxfp4_to_fp8(source: QuantTensor, block: tuple[int, int]) -> QuantTensor:
     Exact where the exponents of a tile's blocks, but for blocks of zeros, differ by 14 at most;
     else the smallest values are rounded.
     """
-    exponent = source.scales.view(torch.uint8).int() - 127
+    exponent = source.scales.view(torch.uint8).int()
     magnitude = unpack_nibbles(source.codes.view(torch.uint8)) & 7
     live = (magnitude != 0).reshape(*exponent.shape, 32).any(-1)
-    told = torch.where(live, exponent, -127)
     n, k = block[0], block[1] // 32
-    largest = tiles(told + 127, (n, k)).amax((-1, -2)) - 127
-    scale = torch.pow(2.0, (largest - 6).clamp(min=-126).double()).float()
-    return tiled(source.dequantize(), scale, block)
+    largest = tiles(torch.where(live, exponent, 0), (n, k)).amax((-1, -2))
+    return tiled(source.dequantize(), tile_scales(largest), block)
+
+
+def tile_scales(largest: Tensor) -> Tensor:
+    """The scales of tiles, float32, for the largest E8M0 byte of their blocks that are not zero."""
+    return torch.pow(2.0, (largest - 127 - 6).clamp(min=-126).double()).float()

@@ -23,7 +23,7 @@ from transcode.inputs import InputScale
 from transcode.module import Module
 from transcode.producer import E8M0, Role
 from transcode.quant import Encoding, QuantTensor, exponents
-from transcode.requantise import largest, meaning, requantised
+from transcode.requantise import largest, meaning, mxfp4_to_fp8, requantised
 from transcode.settle_e8m0 import prepare
 from transcode.settled import require_over_zeros
 from transcode.unify import read_scalars
@@ -100,7 +100,7 @@ class Recoded:
             case Encoding.MXFP4, Encoding.NVFP4:
                 return change.mxfp4_to_nvfp4(source, self.exponent(read))
             case Encoding.MXFP4, Encoding.FP8_BLOCK:
-                return change.mxfp4_to_fp8(source, self.block)
+                return mxfp4_to_fp8(source, self.block)
             case Encoding.NVFP4_32, Encoding.NVFP4:
                 return change.halved(source)
         stays = source.encoding is self.encoding and change.are_powers(source.scales)

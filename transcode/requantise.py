@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from transcode import quantise
+from transcode import change, quantise
 from transcode.kernels._source import PIECE, WHOLE, Source, source
 from transcode.quant import Encoding, QuantTensor
 
@@ -108,11 +108,7 @@ def _tiles(
     powers: bool,
 ) -> QuantTensor:
     """As quantise.fp8_tiles: powers of two if they are asked for or exact, else floats."""
-    wide = block[1] // PIECE
-    pieces = run.largest(found)
-    rows, columns = (-(-n // size) for n, size in zip(pieces.shape, (block[0], wide), strict=True))
-    full = pad(pieces, (0, columns * wide - pieces.shape[1], 0, rows * block[0] - pieces.shape[0]))
-    largest = full.reshape(rows, block[0], columns, wide).amax((1, 3))
+    largest = of_tiles(run.largest(found), block)
 
     def made(scales: Tensor) -> QuantTensor:
         codes = run.fp8(found, scales.contiguous(), block).view(torch.float8_e4m3fn)
@@ -129,6 +125,28 @@ def _tiles(
         if _same(of, whole):
             return whole
     return made(quantise.fp8_scale(largest))
+
+
+def of_tiles(pieces: Tensor, block: tuple[int, int]) -> Tensor:
+    """The largest number of each tile, from those of its pieces, `[N, K/32]`, none below 0."""
+    wide = block[1] // PIECE
+    rows, columns = (-(-n // size) for n, size in zip(pieces.shape, (block[0], wide), strict=True))
+    more = (0, columns * wide - pieces.shape[1], 0, rows * block[0] - pieces.shape[0])
+    full = pad(pieces, more) if any(more) else pieces
+    return full.reshape(rows, block[0], columns, wide).amax(3).amax(1)
+
+
+def mxfp4_to_fp8(of: QuantTensor, block: tuple[int, int]) -> QuantTensor:
+    """change.mxfp4_to_fp8, by kernels where they read it."""
+    read = _read(of)
+    if read is None or block[1] % PIECE:
+        return change.mxfp4_to_fp8(of, block)
+    run, found = read
+    live = run.largest(found) > 0
+    exponent = torch.where(live, of.scales.view(torch.uint8).int(), 0)
+    scales = change.tile_scales(of_tiles(exponent, block))
+    codes = run.fp8(found, scales.contiguous(), block).view(torch.float8_e4m3fn)
+    return QuantTensor(Encoding.FP8_BLOCK, codes, scales, None, block)
 
 
 def _rows(of: QuantTensor | Tensor, count: int) -> QuantTensor | Tensor:

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from transcode import quantise, requantise
+from transcode import change, quantise, requantise
 from transcode.kernels import _recode, _recode_cpu
 from transcode.kernels._source import WHOLE, Source, source
 from transcode.quant import Encoding, QuantTensor
@@ -193,3 +193,14 @@ def test_a_large_matrix_takes_the_kernels_and_means_what_a_small_one_does(
 def test_what_has_no_whole_pieces_is_not_read() -> None:
     assert source(torch.ones(2, 48, dtype=torch.bfloat16)) is None
     assert source(torch.ones(2, 64)) is None
+
+
+def test_mxfp4_becomes_tiles_as_the_definition_has_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    of = drawn("mxfp4", 200, 160)
+    assert isinstance(of, QuantTensor)
+    of.codes[:130, 16:32] = 0x80  # blocks of zeros, whose exponents do not count
+    wanted = change.mxfp4_to_fp8(of, (128, 128))
+    monkeypatch.setattr(requantise, "SMALL", 0)
+    made = requantise.mxfp4_to_fp8(of, (128, 128))
+    assert equal(made.codes, wanted.codes)
+    assert equal(made.scales, wanted.scales)
