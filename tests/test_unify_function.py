@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Literal
 
 import pytest
 import torch
 from torch import Tensor
 from torch.nn.functional import silu
 
-from tests.build import edit
+from tests.build import Spec, build, edit
 from tests.producers import KINDS
-from tests.rewriting import Meaning, convert, meaning
+from tests.rewriting import Meaning, convert, meaning, report
 
 TARGETS = ("bf16", "canonical", "modelopt", "compressed-tensors", "quark")
 SAYS = {"quark": ("modelopt-fp8", "ct-fp8", "quark-fp8")}
@@ -35,6 +36,23 @@ def test_what_an_mlp_computes_stays(tmp_path: Path, name: str, target: str, how:
         error = float((ours - theirs).norm() / theirs.norm())
         rounded = target == "bf16" or how == "rescale"
         assert error < (0.05 if rounded else 1e-6), (up, made)
+
+
+@pytest.mark.parametrize("dialect", ["modelopt", "compressed-tensors"])
+@pytest.mark.parametrize("target", ["bf16", "canonical", "modelopt", "compressed-tensors"])
+def test_a_fold_of_fp8_moves_into_an_nvfp4_down(
+    tmp_path: Path, dialect: Literal["modelopt", "compressed-tensors"], target: str
+) -> None:
+    build(tmp_path / "src", Spec(dialect=dialect, gate_up="fp8", experts=2, layers=1))
+    edit(tmp_path / "src", apart)
+    convert(target, tmp_path / "src", tmp_path / "dst", "--unify", "fold")
+    decisions = report(tmp_path / "dst")["unified"]
+    assert [d["how"] for d in decisions if "up_proj" in d["stack"]] == ["fold"] * 2
+    before, after = meaning(tmp_path / "src"), meaning(tmp_path / "dst")
+    for up in (m for m in before.weights if m.endswith("up_proj")):
+        theirs, ours = computed(before, up), computed(after, up)
+        error = float((ours - theirs).norm() / theirs.norm())
+        assert error < (0.01 if target == "bf16" else 1e-6), up
 
 
 def apart(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
