@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Literal
 
@@ -11,6 +12,7 @@ from torch import Tensor
 from torch.nn.functional import silu
 
 from tests.build import Spec, build, edit
+from tests.convert import run
 from tests.producers import KINDS
 from tests.rewriting import Meaning, convert, meaning, report
 
@@ -78,3 +80,27 @@ def computed(said: Meaning, up: str) -> Tensor:
 
 def weight(said: Meaning, module: str) -> Tensor:
     return said.weights[module] if module in said.weights else said.rest[f"{module}.weight"]
+
+
+@pytest.mark.parametrize("target", ["bf16", "compressed-tensors"])
+@pytest.mark.parametrize(
+    "broken", ["rewritten.scaled", "unify_fp8.folded", "rewritten.requantised"]
+)
+def test_a_wrong_rule_does_not_prove_itself(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, target: str, broken: str
+) -> None:
+    spec = Spec(gate_up="fp8", experts=2, layers=1)
+    spec = spec if broken == "unify_fp8.folded" else replace(spec, down="fp8")
+    build(tmp_path / "src", spec)
+    edit(tmp_path / "src", apart)
+    how = "rescale" if broken == "rewritten.requantised" else "fold"
+    monkeypatch.setattr(f"transcode.{broken}", lambda value, *more: value)
+    into = ("--to", target, "--unify", how, tmp_path / "src", tmp_path / "dst")
+    assert run("convert", *into).code == 3
+    with monkeypatch.context() as blind:
+        blind.setattr("transcode.readback.unlike", lambda job, find: iter(()))
+        assert run("convert", *into).code == 0
+        assert run("verify", tmp_path / "src", tmp_path / "dst").code == 0
+    ran = run("verify", tmp_path / "src", tmp_path / "dst")
+    assert ran.code == 3, ran.err
+    assert "_proj: " in ran.out
