@@ -1,7 +1,7 @@
 """What `--unify` changed, judged by what it means: source and output decoded as they stand.
 
-`convert` and `verify` make the output by the same rules, so a wrong rule would prove itself. Here no
-factor of `unify` is asked: how much larger a matrix has become is measured.
+`convert` and `verify` make the output by the same rules, so a wrong rule would prove itself. Here
+no factor of `unify` is asked: how much larger a matrix has become is measured.
 """
 
 from __future__ import annotations
