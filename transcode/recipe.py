@@ -50,12 +50,11 @@ class Rule:
         """Whether a module in this group ("" for none) is meant.
 
         Embeddings, routers and others without a group are multiplied with by no runtime in any
-        encoding, so a glob has to name their leaf; those of MTP and vision are not meant by the
-        group either.
+        encoding, so a glob has to name their leaf; those inside a group (MTP, vision) are not meant
+        by its name either.
         """
         if self.pattern in GROUPS:
-            whole = part in ("mtp", "vision")
-            return self.pattern == part and (not whole or multiplied(name))
+            return self.pattern == part and (part == "embeddings" or multiplied(name))
         named = not set("*?[") & set(self.pattern.rpartition(".")[2])
         some = part not in ("", "embeddings") and multiplied(name)
         return fnmatchcase(name, self.pattern) and (named or some)
