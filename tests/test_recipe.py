@@ -377,6 +377,27 @@ def test_what_is_asked_for_no_module_is_said(plain: Any, tmp_path: Path) -> None
     assert not any("model.layers.0.*" in note for note in done["notes"])
 
 
+def test_what_is_asked_for_nothing_that_can_change_is_said_on_stderr_too(
+    plain: Any, tmp_path: Path
+) -> None:
+    def said(source: Path, *asked: str) -> str:
+        ran = run("convert", "--to", "compressed-tensors", *asked, source, tmp_path / "dst")
+        assert ran.code == 0, ran.err
+        shutil.rmtree(tmp_path / "dst", ignore_errors=True)
+        return ran.err
+
+    source = DATA / NV
+    assert "no module of * takes one" in said(source, "--input-scale", "0.5")
+    (tmp_path / "one.json").write_text('{"*.0.up_proj": 0.5}')
+    given = ("--input-scale", str(tmp_path / "one.json"))
+    assert "no module of *.0.up_proj takes one" in said(source, *given)
+    turned = ("--lossy", "--rule", "attention=fp8-tensor")
+    assert "takes one" not in said(source, "--input-scale", "0.5", *turned)
+    norm = said(source, "--rule", "model.norm=fp8-channel")
+    assert "--rule model.norm=fp8-channel: it means nothing whose encoding can change" in norm
+    assert "no such module" in said(source, "--rule", "atention=nvfp4", "--dry-run")
+
+
 @pytest.mark.parametrize("value", [torch.tensor([]), torch.tensor(1), torch.tensor([1.0, 2.0])])
 def test_input_scales_that_are_no_single_floats_are_refused(
     plain: Any, tmp_path: Path, value: Tensor

@@ -248,7 +248,7 @@ def convert(
         from transcode.dryrun import describe, outline
         from transcode.loads import require_loads
         from transcode.producer import Form
-        from transcode.report import table
+        from transcode.report import table, unused
         from transcode.rewrite_report import form_table
 
         layouts, forms = catalog.layouts(), catalog.targets()
@@ -285,6 +285,8 @@ def convert(
             model_type = checkpoint.text_config.get("model_type")
             require_loads(form, plan.modules, plan.groups, model_type, runtime)
         if dry_run:
+            for note in unused(checkpoint, plan):
+                click.echo(f"transcode: {one_line(note)}", err=True)
             say(json.dumps(outline(plan), indent=2) if as_json else describe(plan))
             return
         done = line.convert(

@@ -19,8 +19,8 @@ ATTENTION = re.compile(r"(^|\.)(\w*attn|attention|linear_attn|self_attention|del
 INDEXERS = re.compile(r"(^|\.)(indexer|compressor)(\.|$)")
 ROUTERS = ("gate", "router", "shared_expert_gate", "wg", "ffn_gate", "moe_gate")
 UNPACKED = ("kv_b_proj", "in_proj_b", "in_proj_a", "in_proj_ba", "eh_proj")
-"""Linears that runtimes take apart, or have no quantised kernel for. Source: vllm-project/vllm,
-vllm/model_executor/models/deepseek_v2.py, qwen3_next.py; deepseek_mtp.py (eh_proj is torch's own)."""
+"""Linears that runtimes take apart, or have no quantised kernel for. Source of eh_proj, which is
+torch's own Linear: vllm-project/vllm, vllm/model_executor/models/deepseek_mtp.py."""
 HEADS = ("lm_head", "head", "output", "embed_out")
 QKVO = ("q_proj", "k_proj", "v_proj", "o_proj", "qkv_proj")
 """Attention's, whatever holds them: Nemotron-H calls it mixer."""

@@ -138,15 +138,31 @@ class EncodingRecipe:
         return made
 
 
-def idle(recipe: EncodingRecipe, names: Collection[str], layers: int) -> Iterator[str]:
-    """What was asked for no module: rules that mean none, input scales by names of none."""
-    parts = {name: group(name, layers) for name in names}
+def idle(
+    recipe: EncodingRecipe, linears: Mapping[str, bool], taking: Collection[str], layers: int
+) -> Iterator[str]:
+    """What was asked for no module: rules that mean none, input scales that none takes.
+
+    linears: whether a module is a linear whose encoding can change, for all modules by name.
+    taking: the modules whose input scale may be given.
+    """
     for rule in recipe.rules:
-        if not any(rule.matches(name, part) for name, part in parts.items()):
+        meant = [name for name in linears if rule.matches(name, group(name, layers))]
+        if not meant:
             yield f"--rule {rule}: there is no such module"
+        elif not any(linears[name] for name in meant):
+            yield f"--rule {rule}: it means nothing whose encoding can change ({meant[0]})"
     for glob in recipe.inputs.named:
-        if glob not in parts and not any(fnmatchcase(name, glob) for name in names):
+        if _names(glob, taking):
+            continue
+        if _names(glob, linears):
+            yield f"--input-scale: no module of {glob} takes one (it keeps its own, or has none)"
+        else:
             yield f"--input-scale: {glob} is no module here"
+
+
+def _names(glob: str, names: Collection[str]) -> bool:
+    return glob in names or any(fnmatchcase(name, glob) for name in names)
 
 
 AS_THEY_ARE = EncodingRecipe()

@@ -146,7 +146,7 @@ def _before(checkpoint: Checkpoint, job: Job, loads_in: Sequence[Loads]) -> Iter
     yield from checkpoint.notes
     yield from disagreements(checkpoint, job.plan.modules)
     yield from job.plan.notes
-    yield from unused(checkpoint, job)
+    yield from unused(checkpoint, job.plan)
     yield from told(job.recoded, job.plan.modules)
     form = job.plan.options.form
     if form and not loads_in:
