@@ -195,7 +195,9 @@ def test_what_runtimes_join_must_end_in_one_encoding(plain: Any, tmp_path: Path)
         assert other in ran.err
 
 
-@pytest.mark.parametrize("rule", ["experts", "experts=", "=nvfp4", "experts=int4", "experts=fp8"])
+@pytest.mark.parametrize(
+    "rule", ["experts", "experts=", "=nvfp4", "experts=int4", "experts=fp8", "\udcff=nvfp4"]
+)
 def test_what_is_no_rule_is_said(plain: Any, tmp_path: Path, rule: str) -> None:
     ran = run("convert", "--to", "modelopt", "--rule", rule, plain(NV), tmp_path / "dst")
     assert ran.code == 1
@@ -278,7 +280,11 @@ def test_input_scales_from_a_file(tmp_path: Path, kind: str) -> None:
     assert float(each[f"{first}.gate_proj"]) == pytest.approx(pair)
 
 
-@pytest.mark.parametrize("text", ["[]", "{}", '{"a": -1}', '{"a": "x"}', "{", '{"a": 1e300}'])
+@pytest.mark.parametrize(
+    "text",
+    ["[]", "{}", '{"a": -1}', '{"a": "x"}', "{", '{"a": 1e300}', "", "[" * 10**5, '{"a": NaN}',
+     '{"\\ud800": 1}', '{"a": 1, "a": 2}', '{"a": true}'],
+)  # fmt: skip
 def test_a_file_without_input_scales_is_refused(tmp_path: Path, text: str) -> None:
     path = tmp_path / "scales.json"
     path.write_text(text)
@@ -407,3 +413,11 @@ def test_input_scales_that_are_no_single_floats_are_refused(
               tmp_path / "odd.safetensors", plain(NV), tmp_path / "dst")  # fmt: skip
     assert ran.code == 1
     assert "wanted one float" in ran.err
+
+
+def test_what_is_no_file_and_no_recipe_is_one_line(tmp_path: Path) -> None:
+    (tmp_path / "deep.toml").write_text("rules=" + "[" * 3000 + "]" * 3000)
+    for asked, code in (("--input-scale", "a" * 5000), 2), (("--recipe", "deep.toml"), 1):
+        given = str(tmp_path / asked[1]) if asked[1].endswith(".toml") else asked[1]
+        ran = run("convert", "--to", "modelopt", asked[0], given, DATA / NV, tmp_path / "dst")
+        assert ran.code == code

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -59,8 +59,9 @@ class Scale(click.ParamType[float | Path | str]):
         try:
             number = float(value)
         except ValueError:
-            if Path(value).is_file():
-                return Path(value)
+            with suppress(OSError, ValueError):  # a name that no disk takes
+                if Path(value).is_file():
+                    return Path(value)
             number = 0.0
         if not valid(number):
             self.fail(f"{value!r} is no positive number that float32 holds, no file and not none",

@@ -10,8 +10,9 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
-from transcode.errors import FormatError
+from transcode.errors import CheckpointError, FormatError
 from transcode.groups import GROUPS, group, multiplied
+from transcode.header import is_text, unique
 from transcode.quant import Encoding
 
 ENCODINGS = (
@@ -41,7 +42,7 @@ class Rule:
     def parse(text: str) -> Rule:
         """A rule; ValueError for what is none."""
         pattern, equals, word = text.rpartition("=")
-        if not equals or not pattern or word not in (KEEP, *ENCODINGS):
+        if not equals or not pattern or not is_text(text) or word not in (KEEP, *ENCODINGS):
             words = ", ".join((*ENCODINGS, KEEP))
             raise ValueError(f"{text!r} is no rule such as 'experts=nvfp4'; encodings: {words}")
         return Rule(pattern, None if word == KEEP else Encoding(word))
@@ -187,7 +188,7 @@ def rules_of(texts: Sequence[str], path: Path | None) -> tuple[Rule, ...]:
 def _toml(path: Path) -> list[str]:
     try:
         told = tomllib.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise FormatError(f"{path}: {error}") from None
     rules = told.pop("rules", None)
     if told or not isinstance(rules, list) or not all(isinstance(rule, str) for rule in rules):
@@ -200,6 +201,8 @@ def input_scales(path: Path) -> dict[str, float]:
     other tools write; FormatError for anything else."""
     found = _json(path) if path.suffix == ".json" else _safetensors(path)
     for name, scale in found.items():
+        if not is_text(name):
+            raise FormatError(f"{path}: {name!a} is no Unicode text")
         if not isinstance(scale, float) or not valid(scale):
             raise FormatError(f"{path}: {name} is {scale!r}, wanted a positive number")
     if not found:
@@ -209,8 +212,8 @@ def input_scales(path: Path) -> dict[str, float]:
 
 def _json(path: Path) -> dict[str, float]:
     try:
-        told = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+        told = json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=unique)
+    except (OSError, ValueError, RecursionError, CheckpointError) as error:
         raise FormatError(f"{path}: {error}") from None
     if not isinstance(told, dict):
         raise FormatError(f"{path}: wanted an object of modules and their input scales")
