@@ -14,7 +14,7 @@ from torch.nn.functional import silu
 from tests.build import Spec, build, edit
 from tests.convert import run
 from tests.producers import KINDS
-from tests.rewriting import Meaning, convert, meaning, report
+from tests.rewriting import Meaning, convert, meaning, proved, report
 
 TARGETS = ("bf16", "canonical", "modelopt", "compressed-tensors", "quark")
 SAYS = {"quark": ("modelopt-fp8", "ct-fp8", "quark-fp8")}
@@ -80,6 +80,16 @@ def computed(said: Meaning, up: str) -> Tensor:
 
 def weight(said: Meaning, module: str) -> Tensor:
     return said.weights[module] if module in said.weights else said.rest[f"{module}.weight"]
+
+
+@pytest.mark.parametrize("target", ["bf16", "canonical", "compressed-tensors"])
+def test_a_fold_into_a_down_of_zeros_is_proved(tmp_path: Path, target: str) -> None:
+    build(tmp_path / "src", Spec(experts=2, layers=1, gate_up_ratio=3.0))
+    edit(tmp_path / "src", lambda tensors: {
+        n: torch.zeros_like(t) if n.endswith("1.down_proj.weight_scale_2") else t
+        for n, t in tensors.items()
+    })  # fmt: skip
+    proved(target, tmp_path / "src", tmp_path / "dst", "--unify", "fold")
 
 
 @pytest.mark.parametrize("target", ["bf16", "compressed-tensors"])

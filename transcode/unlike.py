@@ -34,9 +34,10 @@ Find = Callable[[Module], Module | None]
 
 @dataclass(frozen=True)
 class Compared:
-    """How many times as large a matrix has become, and what is left then, of its norm."""
+    """How many times as large a matrix has become (None: zeros, any number of times), and what is
+    left then, of its norm."""
 
-    times: float
+    times: float | None
     rest: float
 
     def same(self, close: float) -> bool:
@@ -81,8 +82,10 @@ def _folded(
     for one, (module, _) in zip((gate, up, down), pairs, strict=True):
         if not one.same(close):
             yield f"{module.name}: no multiple of the source's, {one.rest:.2%} are left"
-    if abs(gate.times - 1) > close:
+    if gate.times is not None and abs(gate.times - 1) > close:
         yield f"{mlp[0].name}: {gate.times:.6g} times the source's, wanted the same"
+    if up.times is None or down.times is None:
+        return  # nothing comes out
     if abs(up.times * down.times - 1) > close:
         yield (
             f"{mlp[2].name}: up and down together are {up.times * down.times:.6g} times the "
@@ -131,7 +134,7 @@ def _compared(source: Module, made: Module, read: Reader) -> Compared:
     theirs, ours = _some(source, read), _some(made, read)
     square, norm = float((theirs * theirs).sum()), float(ours.norm())
     if not square or not norm:
-        return Compared(1.0, float(bool(square) != bool(norm)))
+        return Compared(None, float(bool(square) != bool(norm)))
     times = float((ours * theirs).sum()) / square
     return Compared(times, float((ours - times * theirs).norm()) / norm)
 
