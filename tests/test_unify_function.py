@@ -19,7 +19,15 @@ from tests.rewriting import Meaning, convert, meaning, proved, report
 
 TARGETS = ("bf16", "canonical", "modelopt", "compressed-tensors", "quark")
 SAYS = {"quark": ("modelopt-fp8", "ct-fp8", "quark-fp8")}
-NAMES = ("modelopt-fp8", "ct-fp8", "quark-fp8", "fp8-tensor", "modelopt-nvfp4", "ct-nvfp4")
+NAMES = (
+    "modelopt-w4a8",
+    "modelopt-fp8",
+    "ct-fp8",
+    "quark-fp8",
+    "fp8-tensor",
+    "modelopt-nvfp4",
+    "ct-nvfp4",
+)
 ROWS = [(n, t) for n in NAMES for t in TARGETS if n in SAYS.get(t, NAMES)]
 SCALES = ("weight_scale", "weight_scale_2", "weight_global_scale")
 
@@ -37,7 +45,7 @@ def test_what_an_mlp_computes_stays(tmp_path: Path, name: str, target: str, how:
     for up in ups:
         theirs, ours = computed(before, up), computed(after, up)
         error = float((ours - theirs).norm() / theirs.norm())
-        rounded = target == "bf16" or how == "rescale"
+        rounded = target == "bf16" or how == "rescale" or name == "modelopt-w4a8"  # never folded
         assert error < (0.05 if rounded else 1e-6), (up, made)
 
 

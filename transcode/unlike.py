@@ -17,7 +17,7 @@ from transcode.job import Job
 from transcode.module import Module
 from transcode.names import address, down_of
 from transcode.producer import Role
-from transcode.quant import Encoding, QuantTensor
+from transcode.quant import QuantTensor
 from transcode.recode import meaning, source_of
 
 ROWS = 128
@@ -120,7 +120,7 @@ def _rounded(job: Job, find: Find, module: Module, close: float) -> Iterator[str
         yield f"{module.name}: missing in the output"
         return
     theirs, ours = (_some(m, job.read) for m in (module, other))
-    if module.encoding is Encoding.NVFP4:
+    if module.name in job.unified.multiplier:
         least = 6 * SUBNORMAL * float(job.unified.g[module.name])
     else:
         least = SUBNORMAL * float(job.unified.own[module.name])
