@@ -195,7 +195,9 @@ def test_what_runtimes_join_must_end_in_one_encoding(plain: Any, tmp_path: Path)
         assert other in ran.err
 
 
-@pytest.mark.parametrize("rule", ["experts", "experts=", "=nvfp4", "experts=int4", "experts=fp8"])
+@pytest.mark.parametrize(
+    "rule", ["experts", "experts=", "=nvfp4", "experts=int4", "experts=fp8", "\udcff=nvfp4"]
+)
 def test_what_is_no_rule_is_said(plain: Any, tmp_path: Path, rule: str) -> None:
     ran = run("convert", "--to", "modelopt", "--rule", rule, plain(NV), tmp_path / "dst")
     assert ran.code == 1
@@ -278,7 +280,11 @@ def test_input_scales_from_a_file(tmp_path: Path, kind: str) -> None:
     assert float(each[f"{first}.gate_proj"]) == pytest.approx(pair)
 
 
-@pytest.mark.parametrize("text", ["[]", "{}", '{"a": -1}', '{"a": "x"}', "{", '{"a": 1e300}'])
+@pytest.mark.parametrize(
+    "text",
+    ["[]", "{}", '{"a": -1}', '{"a": "x"}', "{", '{"a": 1e300}', "", "[" * 10**5, '{"a": NaN}',
+     '{"\\ud800": 1}', '{"a": 1, "a": 2}', '{"a": true}'],
+)  # fmt: skip
 def test_a_file_without_input_scales_is_refused(tmp_path: Path, text: str) -> None:
     path = tmp_path / "scales.json"
     path.write_text(text)
@@ -347,6 +353,18 @@ def test_fp8_scales_that_differ_become_one(tmp_path: Path) -> None:
         ("mtp.*.gate=nvfp4", "mtp.layers.0.mlp.gate", True),
         ("vision=fp8-channel", "model.visual.blocks.0.attn.qkv", True),
         ("vision=fp8-channel", "model.visual.pos_embed", False),
+        ("vision=fp8-channel", "vision_model.patch_embedding.linear", False),
+        ("*.patch_embedding.linear=fp8-channel", "vision_model.patch_embedding.linear", True),
+        ("mtp=nvfp4", "mtp.layers.0.mlp.router.classifier", False),
+        ("mtp=nvfp4", "mtp.layers.0.mlp.moe_gate", False),
+        ("mtp=nvfp4", "model.layers.4.eh_proj", False),
+        ("mtp=nvfp4", "model.layers.4.shared_head.head", True),
+        ("attention=nvfp4", "encoder.layers.0.self_attn.relative_attention_bias", False),
+        ("embeddings=fp8-channel", "model.embed_tokens", True),
+        ("mlp=nvfp4", "model.layers.0.mlp.gate_and_up_proj", True),
+        ("attention=nvfp4", "transformer.h.0.attn.c_proj", True),
+        ("shared_experts=nvfp4", "model.layers.4.share_expert.up_proj", False),
+        ("shared_experts=nvfp4", "model.layers.3.share_expert.up_proj", True),
         ("attention=nvfp4", "backbone.layers.3.mixer.q_proj", True),
         ("shared_experts=nvfp4", "model.layers.0.mlp.shared_mlp.up_proj", True),
         ("mlp=nvfp4", "transformer.h.0.mlp.c_proj", True),
@@ -365,6 +383,27 @@ def test_what_is_asked_for_no_module_is_said(plain: Any, tmp_path: Path) -> None
     assert not any("model.layers.0.*" in note for note in done["notes"])
 
 
+def test_what_is_asked_for_nothing_that_can_change_is_said_on_stderr_too(
+    plain: Any, tmp_path: Path
+) -> None:
+    def said(source: Path, *asked: str) -> str:
+        ran = run("convert", "--to", "compressed-tensors", *asked, source, tmp_path / "dst")
+        assert ran.code == 0, ran.err
+        shutil.rmtree(tmp_path / "dst", ignore_errors=True)
+        return ran.err
+
+    source = DATA / NV
+    assert "no module of * takes one" in said(source, "--input-scale", "0.5")
+    (tmp_path / "one.json").write_text('{"*.0.up_proj": 0.5}')
+    given = ("--input-scale", str(tmp_path / "one.json"))
+    assert "no module of *.0.up_proj takes one" in said(source, *given)
+    turned = ("--lossy", "--rule", "attention=fp8-tensor")
+    assert "takes one" not in said(source, "--input-scale", "0.5", *turned)
+    norm = said(source, "--rule", "model.norm=fp8-channel")
+    assert "--rule model.norm=fp8-channel: it means nothing whose encoding can change" in norm
+    assert "no such module" in said(source, "--rule", "atention=nvfp4", "--dry-run")
+
+
 @pytest.mark.parametrize("value", [torch.tensor([]), torch.tensor(1), torch.tensor([1.0, 2.0])])
 def test_input_scales_that_are_no_single_floats_are_refused(
     plain: Any, tmp_path: Path, value: Tensor
@@ -374,3 +413,11 @@ def test_input_scales_that_are_no_single_floats_are_refused(
               tmp_path / "odd.safetensors", plain(NV), tmp_path / "dst")  # fmt: skip
     assert ran.code == 1
     assert "wanted one float" in ran.err
+
+
+def test_what_is_no_file_and_no_recipe_is_one_line(tmp_path: Path) -> None:
+    (tmp_path / "deep.toml").write_text("rules=" + "[" * 3000 + "]" * 3000)
+    for asked, code in (("--input-scale", "a" * 5000), 2), (("--recipe", "deep.toml"), 1):
+        given = str(tmp_path / asked[1]) if asked[1].endswith(".toml") else asked[1]
+        ran = run("convert", "--to", "modelopt", asked[0], given, DATA / NV, tmp_path / "dst")
+        assert ran.code == code

@@ -135,3 +135,14 @@ def test_what_was_tampered_with_is_refused_in_a_line_or_ignored(
     ran = run("convert", "--to", "canonical", packed, tmp_path / "dst")
     assert ran.code in (0, 1)
     assert len(ran.err.strip().splitlines()) <= 1 or ran.code == 0
+
+
+def test_a_canonical_folders_list_of_experts_may_be_anything(tmp_path: Path) -> None:
+    done = run("convert", "--to", "canonical", DATA / "modelopt_nvfp4_qwen3moe", tmp_path / "c")
+    assert done.code == 0
+    told = json.loads((tmp_path / "c" / "config.json").read_text())
+    experts = told["quantization_config"]["experts"]
+    told["quantization_config"]["experts"] = dict.fromkeys(experts, 1.5)
+    (tmp_path / "c" / "config.json").write_text(json.dumps(told))
+    ran = run("convert", "--to", "modelopt", tmp_path / "c", tmp_path / "dst")
+    assert ran.code == 0, ran.err

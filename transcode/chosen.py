@@ -34,7 +34,7 @@ def recoded(
 
     FormatError where an encoding cannot become what is wanted, or runtimes join two that differ.
     """
-    every = {**_apart(checkpoint, modules), **modules}
+    every = {**apart(checkpoint, modules), **modules}
     wanted = _wanted(checkpoint, modules, options)
     turned = {name: e for name, m in every.items() if (e := wanted(m)) is not None}
     found = {name: m for name, m in every.items() if name in modules or name in turned}
@@ -59,7 +59,7 @@ def recoded(
     return found
 
 
-def _apart(checkpoint: Checkpoint, modules: Mapping[str, Module]) -> dict[str, Module]:
+def apart(checkpoint: Checkpoint, modules: Mapping[str, Module]) -> dict[str, Module]:
     """Experts that the source keeps stacked and not quantised, one by one."""
     config = checkpoint.text_config
     hidden = config.get("hidden_size")

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -59,8 +59,9 @@ class Scale(click.ParamType[float | Path | str]):
         try:
             number = float(value)
         except ValueError:
-            if Path(value).is_file():
-                return Path(value)
+            with suppress(OSError, ValueError):  # a name that no disk takes
+                if Path(value).is_file():
+                    return Path(value)
             number = 0.0
         if not valid(number):
             self.fail(f"{value!r} is no positive number that float32 holds, no file and not none",
@@ -248,7 +249,7 @@ def convert(
         from transcode.dryrun import describe, outline
         from transcode.loads import require_loads
         from transcode.producer import Form
-        from transcode.report import table
+        from transcode.report import table, unused
         from transcode.rewrite_report import form_table
 
         layouts, forms = catalog.layouts(), catalog.targets()
@@ -285,6 +286,8 @@ def convert(
             model_type = checkpoint.text_config.get("model_type")
             require_loads(form, plan.modules, plan.groups, model_type, runtime)
         if dry_run:
+            for note in unused(checkpoint, plan):
+                click.echo(f"transcode: {one_line(note)}", err=True)
             say(json.dumps(outline(plan), indent=2) if as_json else describe(plan))
             return
         done = line.convert(

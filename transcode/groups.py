@@ -17,14 +17,18 @@ SENSES = re.compile(
 
 ATTENTION = re.compile(r"(^|\.)(\w*attn|attention|linear_attn|self_attention|delta_net)(\.|$)")
 INDEXERS = re.compile(r"(^|\.)(indexer|compressor)(\.|$)")
-ROUTERS = ("gate", "router", "shared_expert_gate", "wg", "ffn_gate")
-UNPACKED = ("kv_b_proj", "in_proj_b", "in_proj_a", "in_proj_ba")
-"""Linears that runtimes take apart, or have no quantised kernel for."""
+ROUTERS = ("gate", "router", "shared_expert_gate", "wg", "ffn_gate", "moe_gate")
+UNPACKED = ("kv_b_proj", "in_proj_b", "in_proj_a", "in_proj_ba", "eh_proj")
+"""Linears that runtimes take apart, or have no quantised kernel for. Source of eh_proj, which is
+torch's own Linear: vllm-project/vllm, vllm/model_executor/models/deepseek_mtp.py."""
 HEADS = ("lm_head", "head", "output", "embed_out")
 QKVO = ("q_proj", "k_proj", "v_proj", "o_proj", "qkv_proj")
 """Attention's, whatever holds them: Nemotron-H calls it mixer."""
 SHARED = re.compile(r"(^|\.)(shared_mlp|share_expert)(\.|$)")
-FUSED_MLP = ("gate_up_proj", "fc1", "fc2", "c_fc", "c_proj", "dense_h_to_4h", "dense_4h_to_h")
+FUSED_MLP = (
+    "gate_up_proj", "gate_and_up_proj", "fc1", "fc2", "c_fc", "c_proj", "dense_h_to_4h",
+    "dense_4h_to_h",
+)  # fmt: skip
 MLPS = re.compile(r"(^|\.)(mlp|ffn|feed_forward|block_sparse_moe|moe|mixer)(\.|$)")
 
 
@@ -58,6 +62,8 @@ def group(name: str, layers: int) -> str:
 def multiplied(name: str) -> bool:
     """Whether a module is a linear that runtimes multiply with as such: no router, embedding, norm,
     indexer or convolution, nor what they take apart."""
-    leaf = address(name).leaf
-    parted = leaf in (*ROUTERS, *UNPACKED) or address(name).table or INDEXERS.search(name)
-    return not parted and not any(word in leaf for word in ("embed", "norm", "conv"))
+    words = name.split(".")
+    if INDEXERS.search(name) or words[-1] in UNPACKED or {*ROUTERS} & {*words}:
+        return False
+    embeds = any("embed" in word for word in words if word not in HEADS)  # patch_embed.proj
+    return not embeds and not any(word in words[-1] for word in ("norm", "conv", "bias"))

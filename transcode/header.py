@@ -183,7 +183,8 @@ def read_header(path: Path) -> Header:
     return Header(tensors, metadata, digest, size, status.st_mtime_ns, status.st_ino)
 
 
-def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """For `json.loads`: CheckpointError for a name that stands twice in one object."""
     found = dict(pairs)
     if len(found) != len(pairs):
         twice = Counter(name for name, _ in pairs).most_common(1)[0][0]
@@ -193,7 +194,7 @@ def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 def _parse(path: Path, raw: bytes) -> dict[str, Any]:
     try:
-        entries = json.loads(raw.decode(), object_pairs_hook=_once)
+        entries = json.loads(raw.decode(), object_pairs_hook=unique)
     except CheckpointError as error:
         raise CheckpointError(f"{path.name}: header: {error}") from None
     except (ValueError, RecursionError) as error:

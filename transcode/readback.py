@@ -1,28 +1,31 @@
 """A rewriting read back with the readers, before it becomes visible.
 
 Every module must be there in its encoding and shape; whatever is no plain copy of bytes must have
-the source's codes and scales, taken apart again by another way than it was put together.
+the source's codes and scales, taken apart again by another way than it was put together. What was
+unified is judged by what it means (unlike.py), decoded weights too.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from transcode.checkpoint import Checkpoint, reader
+from transcode.chosen import apart
 from transcode.errors import Mismatch
 from transcode.header import TensorInfo
 from transcode.job import Job
-from transcode.module import Module
+from transcode.module import Module, Recognised
 from transcode.names import address
 from transcode.producer import Role
 from transcode.quant import Encoding, powers
 from transcode.recognise import recognise
 from transcode.rewritten import direct
 from transcode.told import standard
+from transcode.unlike import unlike
 
 CLOSE = 2.0**-22
 """Two float32 roundings: a scalar turned over and back."""
@@ -49,7 +52,7 @@ def read_back(place: Path, job: Job) -> None:
                 or not form.producer.formats
             ):
                 continue
-            again = found.modules.get(standard(name)) or _by_place(found.modules, module)
+            again = _found(module, found.modules)
             if again is None or (again.encoding, again.shape) != (module.encoding, module.shape):
                 what = f"{again.encoding} {list(again.shape)}" if again else "missing"
                 raise Mismatch(
@@ -57,9 +60,22 @@ def read_back(place: Path, job: Job) -> None:
                 )
             roles = [role for role in Role if (name, role) in remade]
             _same(module, again, roles, job, read.tensor)
+    if wrong := next(changed(job, written, found), ""):
+        raise Mismatch(wrong)
 
 
-def _by_place(modules: dict[str, Module], module: Module) -> Module | None:
+def changed(job: Job, written: Checkpoint, found: Recognised) -> Iterator[str]:
+    """What `--unify` changed and is not what the source computes (unlike.py)."""
+    modules = {**apart(written, found.modules), **found.modules}
+    return unlike(job, lambda module: _found(module, modules))
+
+
+def _found(module: Module, modules: Mapping[str, Module]) -> Module | None:
+    """The output's module, whatever it is called there."""
+    return modules.get(standard(module.name)) or _by_place(modules, module)
+
+
+def _by_place(modules: Mapping[str, Module], module: Module) -> Module | None:
     """Stacked experts whose projections the readers call otherwise."""
     where = address(module.name)
     if where.expert is None:

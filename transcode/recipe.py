@@ -10,8 +10,9 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
-from transcode.errors import FormatError
+from transcode.errors import CheckpointError, FormatError
 from transcode.groups import GROUPS, group, multiplied
+from transcode.header import is_text, unique
 from transcode.quant import Encoding
 
 ENCODINGS = (
@@ -41,7 +42,7 @@ class Rule:
     def parse(text: str) -> Rule:
         """A rule; ValueError for what is none."""
         pattern, equals, word = text.rpartition("=")
-        if not equals or not pattern or word not in (KEEP, *ENCODINGS):
+        if not equals or not pattern or not is_text(text) or word not in (KEEP, *ENCODINGS):
             words = ", ".join((*ENCODINGS, KEEP))
             raise ValueError(f"{text!r} is no rule such as 'experts=nvfp4'; encodings: {words}")
         return Rule(pattern, None if word == KEEP else Encoding(word))
@@ -50,12 +51,11 @@ class Rule:
         """Whether a module in this group ("" for none) is meant.
 
         Embeddings, routers and others without a group are multiplied with by no runtime in any
-        encoding, so a glob has to name their leaf; those of MTP and vision are not meant by the
-        group either.
+        encoding, so a glob has to name their leaf; those inside a group (MTP, vision) are not meant
+        by its name either.
         """
         if self.pattern in GROUPS:
-            whole = part in ("mtp", "vision")
-            return self.pattern == part and (not whole or multiplied(name))
+            return self.pattern == part and (part == "embeddings" or multiplied(name))
         named = not set("*?[") & set(self.pattern.rpartition(".")[2])
         some = part not in ("", "embeddings") and multiplied(name)
         return fnmatchcase(name, self.pattern) and (named or some)
@@ -139,15 +139,31 @@ class EncodingRecipe:
         return made
 
 
-def idle(recipe: EncodingRecipe, names: Collection[str], layers: int) -> Iterator[str]:
-    """What was asked for no module: rules that mean none, input scales by names of none."""
-    parts = {name: group(name, layers) for name in names}
+def idle(
+    recipe: EncodingRecipe, linears: Mapping[str, bool], taking: Collection[str], layers: int
+) -> Iterator[str]:
+    """What was asked for no module: rules that mean none, input scales that none takes.
+
+    linears: whether a module is a linear whose encoding can change, for all modules by name.
+    taking: the modules whose input scale may be given.
+    """
     for rule in recipe.rules:
-        if not any(rule.matches(name, part) for name, part in parts.items()):
+        meant = [name for name in linears if rule.matches(name, group(name, layers))]
+        if not meant:
             yield f"--rule {rule}: there is no such module"
+        elif not any(linears[name] for name in meant):
+            yield f"--rule {rule}: it means nothing whose encoding can change ({meant[0]})"
     for glob in recipe.inputs.named:
-        if glob not in parts and not any(fnmatchcase(name, glob) for name in names):
+        if _names(glob, taking):
+            continue
+        if _names(glob, linears):
+            yield f"--input-scale: no module of {glob} takes one (it keeps its own, or has none)"
+        else:
             yield f"--input-scale: {glob} is no module here"
+
+
+def _names(glob: str, names: Collection[str]) -> bool:
+    return glob in names or any(fnmatchcase(name, glob) for name in names)
 
 
 AS_THEY_ARE = EncodingRecipe()
@@ -172,7 +188,7 @@ def rules_of(texts: Sequence[str], path: Path | None) -> tuple[Rule, ...]:
 def _toml(path: Path) -> list[str]:
     try:
         told = tomllib.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise FormatError(f"{path}: {error}") from None
     rules = told.pop("rules", None)
     if told or not isinstance(rules, list) or not all(isinstance(rule, str) for rule in rules):
@@ -185,6 +201,8 @@ def input_scales(path: Path) -> dict[str, float]:
     other tools write; FormatError for anything else."""
     found = _json(path) if path.suffix == ".json" else _safetensors(path)
     for name, scale in found.items():
+        if not is_text(name):
+            raise FormatError(f"{path}: {name!a} is no Unicode text")
         if not isinstance(scale, float) or not valid(scale):
             raise FormatError(f"{path}: {name} is {scale!r}, wanted a positive number")
     if not found:
@@ -194,8 +212,8 @@ def input_scales(path: Path) -> dict[str, float]:
 
 def _json(path: Path) -> dict[str, float]:
     try:
-        told = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+        told = json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=unique)
+    except (OSError, ValueError, RecursionError, CheckpointError) as error:
         raise FormatError(f"{path}: {error}") from None
     if not isinstance(told, dict):
         raise FormatError(f"{path}: wanted an object of modules and their input scales")

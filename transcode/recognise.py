@@ -124,6 +124,8 @@ def _misordered(config: Mapping[str, Any]) -> Iterator[Problem]:
     """Containers of our canonical form whose projections are listed in another order."""
     names = config.get("experts") if config.get("quant_method") == "transcode" else None
     for container, leaves in names.items() if isinstance(names, dict) else ():
+        if not isinstance(leaves, list):
+            continue  # read as if nothing were said
         told = [PROJECTIONS.get(leaf) for leaf in leaves if isinstance(leaf, str)]
         if sorted(filter(None, told)) == sorted(EXPERT) and tuple(told) != EXPERT:
             wanted = ", ".join(EXPERT)

@@ -22,7 +22,9 @@ from transcode.files import REPORT, read_json
 from transcode.job import Job
 from transcode.names import address
 from transcode.packed_outputs import has_input_scale, takes_inputs
+from transcode.plan import Plan
 from transcode.producer import Role
+from transcode.quant import Encoding
 from transcode.recipe import idle
 from transcode.recoding import summary, told
 from transcode.recognise import disagreements
@@ -90,7 +92,7 @@ def notes(checkpoint: Checkpoint, job: Job, served: Sequence[int]) -> Iterator[s
     yield from disagreements(checkpoint, job.plan.modules)
     yield from job.unified.warnings
     yield from told(job.recoded, job.plan.modules)
-    yield from unused(checkpoint, job)
+    yield from unused(checkpoint, job.plan)
     if any(d.how == "fold" for d in job.unified.decisions):
         yield (
             "folded: the function is preserved, the matrices up and down are not; "
@@ -113,11 +115,23 @@ def notes(checkpoint: Checkpoint, job: Job, served: Sequence[int]) -> Iterator[s
             yield f"{stack.name}: padded as a whole, its members cannot be split"
 
 
-def unused(checkpoint: Checkpoint, job: Job) -> Iterator[str]:
+def unused(checkpoint: Checkpoint, plan: Plan) -> Iterator[str]:
     """Rules and input scales that were given for nothing: most likely misspelt."""
     layers = checkpoint.text_config.get("num_hidden_layers")
     count = layers if isinstance(layers, int) else 0
-    yield from idle(job.plan.options.recipe, job.plan.modules, count)
+    linears = {
+        name: len(m.shape) == 2 and m.encoding is not Encoding.INT4
+        for name, m in plan.modules.items()
+    }
+    yield from idle(plan.options.recipe, linears, _given_inputs(plan), count)
+
+
+def _given_inputs(plan: Plan) -> set[str]:
+    """The modules whose input scale may be given: a form's in a new encoding, a layout's all."""
+    if plan.options.form:
+        return {n for n, m in plan.modules.items() if m.was and Role.INPUT in m.parts}
+    layout = plan.options.layout
+    return {m.name for s in plan.stacks if takes_inputs(s, layout) for m in s.modules}
 
 
 def _rounded_scales(job: Job) -> Iterator[str]:

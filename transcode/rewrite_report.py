@@ -28,6 +28,7 @@ from transcode.report import COMPLETE, unused
 from transcode.rewritten import loss, turns, value
 from transcode.settle_e4m3 import change, prepare
 from transcode.told import standard
+from transcode.unify_fp8 import requantised
 
 DONE = {"keep": "kept", "fold": "folded", "rescale": "rescaled"}
 
@@ -82,7 +83,8 @@ def rewrite_report(checkpoint: Checkpoint, job: Job, companions: Sequence[str]) 
 
 
 def _rescaled(job: Job) -> dict[str, Any]:
-    """How many block scales were rounded again, by how much, and how many became zero."""
+    """How many block scales were rounded again, by how much, and how many became zero; and how many
+    FP8 codes did."""
     scales = fallen = 0
     worst = 0.0
     for name in job.unified.multiplier:
@@ -91,7 +93,15 @@ def _rescaled(job: Job) -> dict[str, Any]:
         count, by = change(module, now, job.unified, job.read)
         zero = int(((now.float() == 0) & (source.nan_to_num(0.0) != 0)).sum())
         scales, fallen, worst = scales + count, fallen + zero, max(worst, by)
-    return {"scales": scales, "by_at_most": worst, "to_zero": fallen}
+    codes = sum(_codes_to_zero(job, name) for name in job.unified.requantised)
+    return {"scales": scales, "by_at_most": worst, "to_zero": fallen, "codes_to_zero": codes}
+
+
+def _codes_to_zero(job: Job, name: str) -> int:
+    """How many FP8 codes became zero when they were rounded again."""
+    codes = job.read.tensor(job.plan.modules[name].codes)
+    now = requantised(codes, job.unified.requantised[name])
+    return int(((now.float() == 0) & (codes.float() != 0)).sum())
 
 
 def _proved(job: Job) -> dict[str, str]:
@@ -104,7 +114,11 @@ def _proved(job: Job) -> dict[str, str]:
     rounded = " but for those rounded again" * bool(job.unified.multiplier)
     cleaned = " but for those that stand over zeros" * bool(job.cleaned)
     encoded = " to those of the new encoding" * bool(job.recoded)
-    return {"codes": f"bit-equal{encoded}", "scales": f"value-equal{encoded}{rounded}{cleaned}"}
+    again = " but for those rounded again" * bool(job.unified.requantised)
+    return {
+        "codes": f"bit-equal{encoded}{again}",
+        "scales": f"value-equal{encoded}{rounded}{cleaned}",
+    }
 
 
 def _reciprocals(outputs: Sequence[Output], job: Job) -> tuple[dict[str, str], int]:
@@ -146,7 +160,7 @@ def _before(checkpoint: Checkpoint, job: Job, loads_in: Sequence[Loads]) -> Iter
     yield from checkpoint.notes
     yield from disagreements(checkpoint, job.plan.modules)
     yield from job.plan.notes
-    yield from unused(checkpoint, job)
+    yield from unused(checkpoint, job.plan)
     yield from told(job.recoded, job.plan.modules)
     form = job.plan.options.form
     if form and not loads_in:
@@ -172,7 +186,10 @@ def _changed(job: Job, rescaled: Mapping[str, Any]) -> Iterator[str]:
     if instead and job.plan.options.unify == "fold":
         yield f"{len(instead)} groups are rescaled, not folded: {instead[0].why}"
     if job.unified.requantised:
-        yield f"codes of {len(job.unified.requantised)} FP8 matrices rounded again, to one scale"
+        yield (
+            f"codes of {len(job.unified.requantised)} FP8 matrices rounded again, to one scale: "
+            f"{rescaled['codes_to_zero']} to zero"
+        )
     if job.unified.multiplier:
         yield (
             f"block scales of {len(job.unified.multiplier)} matrices rounded again: "

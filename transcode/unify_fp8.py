@@ -15,7 +15,7 @@ from torch import Tensor
 
 from transcode.checkpoint import Checkpoint, Reader
 from transcode.encode import e4m3
-from transcode.fold import Pair, changes, normed, refusal
+from transcode.fold import Pair, changes, folded, normed, refusal
 from transcode.module import Module
 from transcode.names import address, down_of
 from transcode.plan import Plan
@@ -33,13 +33,14 @@ def unify_fp8(
     """What is unified, with FP8's scales: `own` and `requantised` by module name."""
     own, requantised = dict[str, Tensor](), dict[str, float]()
     scaled, folds, decisions = dict(unified.scaled), dict(unified.folds), [*unified.decisions]
+    g = dict(unified.g)
     inner_norms = normed(checkpoint)
     for row in rows:
         scales = {m.name: read.tensor(m.scales).float().reshape(()) for m in row}
         values = [float(scale) for scale in scales.values()]
         if len(set(values)) < 2 or min(values) <= 0:
             continue
-        pair = _pair(plan.modules, row, scales)
+        pair = _pair(plan.modules, row, scales, g)
         why = "as asked" if plan.options.unify != "fold" else "not a gate and an up"
         if plan.options.unify == "fold" and pair:
             why = refusal(checkpoint, inner_norms, read, pair, plan.options)
@@ -47,6 +48,8 @@ def unify_fp8(
             own[pair.up.name] = scales[pair.gate.name]
             scaled |= {t.name: f for t, f in changes(pair.up, pair.down, pair.ratio)}
             folds[pair.down.name] = pair.ratio
+            if pair.g_down is not None:
+                g[pair.down.name] = folded(pair.g_down, pair.ratio)
         else:
             largest = max(scales.values(), key=float)
             others = [m.name for m in row if scales[m.name] != largest]
@@ -58,20 +61,25 @@ def unify_fp8(
         expert = address(row[0].name).expert
         decisions.append(Decision(name, expert or 0, how, max(values) / min(values), why))
     return replace(
-        unified, scaled=scaled, folds=folds, decisions=tuple(decisions), own=own,
+        unified, g=g, scaled=scaled, folds=folds, decisions=tuple(decisions), own=own,
         requantised=requantised,
     )  # fmt: skip
 
 
 def _pair(
-    modules: Mapping[str, Module], row: Sequence[Module], scales: Mapping[str, Tensor]
+    modules: Mapping[str, Module],
+    row: Sequence[Module],
+    scales: Mapping[str, Tensor],
+    g: Mapping[str, Tensor],
 ) -> Pair | None:
-    """The members as a gate and an up with their down; None if they are something else."""
+    """The members as a gate and an up with their down, which may be NVFP4; None if they are
+    something else."""
     if [address(m.name).projection for m in row] != ["gate", "up"]:
         return None
     gate, up = row
     down = modules.get(down_of(up.name))
-    return Pair(gate, up, down, float(scales[up.name]) / float(scales[gate.name]), None)
+    ratio = float(scales[up.name]) / float(scales[gate.name])
+    return Pair(gate, up, down, ratio, g.get(down.name) if down else None)
 
 
 def one_scale(module: Module) -> bool:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +35,9 @@ from transcode.pack import members, padded_codes, pieces, raw_bytes
 from transcode.packed_config import quantization_config
 from transcode.plan import Plan
 from transcode.producer import Form
+from transcode.readback import changed
 from transcode.recipe import EncodingRecipe
+from transcode.recognise import recognise
 from transcode.report import COMPLETE, report
 from transcode.rewrite_report import rewrite_report
 from transcode.rewritten import direct
@@ -63,10 +66,18 @@ def verify(source: Path, target: Path, device: torch.device, takes: Takes = ()) 
     with reader(device) as read:
         job = decide(checkpoint, plan, read, device)
         found = dict[str, TensorInfo]()
-        yield from _headers(root, plan, found)
-        yield from _tensors(job, found)
-        yield from _configs(checkpoint, job, root, found)
-        yield from _companions(checkpoint, job, root)
+        clean = True
+        for difference in chain(
+            _headers(root, plan, found),
+            _tensors(job, found),
+            _configs(checkpoint, job, root, found),
+            _companions(checkpoint, job, root),
+        ):
+            clean = False
+            yield difference
+        if clean and plan.options.form:  # by the rules it is right: are the rules?
+            made = Checkpoint.open(root)
+            yield from changed(job, made, recognise(made))
 
 
 def _source(source: Path, root: Path) -> tuple[Checkpoint, Recognised]:
