@@ -18,7 +18,8 @@ from transcode.module import Module
 from transcode.names import address, down_of
 from transcode.producer import Role
 from transcode.quant import QuantTensor
-from transcode.recode import meaning, source_of
+from transcode.recode import source_of
+from transcode.requantise import meaning
 
 ROWS = 128
 """How many rows of a matrix are looked at: a whole tile. Scalars are wrong in all or in none."""
