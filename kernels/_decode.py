@@ -29,8 +29,11 @@ BLOCKS = {Encoding.NVFP4: 16, Encoding.NVFP4_32: 32, Encoding.MXFP4: 32, Encodin
 
 @dataclass(frozen=True, eq=False)
 class Decoded:
-    """value: `[N, K]` bfloat16.  worst: the largest relative error of the rounding, of values that
-    are normal float32.  finite: whether all are, before they were rounded."""
+    """value: `[N, K]`, of bf16's dtype or another.
+
+    worst: the largest relative error of the rounding, of values that are normal float32.
+    finite: whether all values are, before they are rounded.
+    """
 
     value: Tensor
     worst: float
@@ -65,15 +68,24 @@ def bf16(of: QuantTensor) -> Decoded | None:
     words = exact.bfloat16().view(torch.uint16 if eight else torch.uint32)[..., 0]
     out = empty((n, k), torch.bfloat16, codes.device)
     nan = _run(codes, which, tile, words.contiguous(), out.view(words.dtype)) and eight
-    errors = _errors(exact[:, : 0x80 if eight else 256]).amax(-1)  # E4M3: without signs
+    errors = _errors(exact[:, : 0x80 if eight else 256], torch.bfloat16).amax(
+        -1
+    )  # E4M3: without signs
     return Decoded(out, _worst(errors, codes, which, tile), not nan)
 
 
-def _errors(exact: Tensor) -> Tensor:
-    """The relative errors of float32 values in BF16; 0 for those that are subnormal or no finite
-    numbers."""
+def rounded(exact: Tensor, dtype: torch.dtype) -> Decoded:
+    """Float32 `[N, K]` in another dtype: what `bf16` gives, by torch alone."""
+    errors = _errors(exact, dtype)
+    worst = float(errors.max()) if errors.numel() else 0.0
+    return Decoded(exact.to(dtype), worst, bool(exact.isfinite().all()))
+
+
+def _errors(exact: Tensor, dtype: torch.dtype) -> Tensor:
+    """The relative errors of float32 values in another dtype; 0 for those that are subnormal or
+    no finite numbers."""
     number = torch.where(exact.isfinite(), exact, 0.0)
-    error = (number.bfloat16().float() - number).abs()
+    error = (number.to(dtype).float() - number).abs()
     normal = number.abs() >= torch.finfo(torch.float32).tiny
     return torch.where(normal, error / number.abs(), 0.0)
 
@@ -85,9 +97,10 @@ def _worst(errors: Tensor, codes: Tensor, which: Tensor, tile: tuple[int, int]) 
     for bound, scale in zip(bounds.tolist(), scales.tolist(), strict=True):
         if bound <= worst:
             break
-        there = _under(scale, codes, which, tile).flatten().int() & errors.shape[1] - 1
-        if there.numel():
-            worst = max(worst, float(errors[scale][there].max()))
+        for there in _under(scale, codes, which, tile).split(1 << 10):
+            if worst < bound and there.numel():
+                code = there.flatten().int() & errors.shape[1] - 1
+                worst = max(worst, float(errors[scale][code].max()))
     return worst
 
 
@@ -116,9 +129,7 @@ def _table(of: QuantTensor, count: int) -> Tensor:
     return rows.dequantize()
 
 
-def _run(
-    codes: Tensor, which: Tensor, tile: tuple[int, int], words: Tensor, out: Tensor
-) -> bool:
+def _run(codes: Tensor, which: Tensor, tile: tuple[int, int], words: Tensor, out: Tensor) -> bool:
     """Look all bytes up; whether there is one with all of its lowest seven bits, E4M3's NaN."""
     n = codes.shape[0]
     threads = max(1, min(torch.get_num_threads(), n, codes.numel() // SHARE))
@@ -162,4 +173,4 @@ def _looked_up(
         whole = codes[i]
         for j in range(len(whole)):
             nan |= np.uint8((whole[j] & np.uint8(0x7F)) + np.uint8(1))
-    return nan >= np.uint8(128)
+    return bool(nan >= np.uint8(128))
