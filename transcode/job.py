@@ -24,6 +24,7 @@ class Job:
     cleaned: rewritten modules whose block scales are NaN over zeros, or -0.
     filled: input scales, as factors, of modules that had none that is valid.
     losses: of decoded outputs, a memo of `rewritten.loss`.
+    rounding: of modules as they are decoded, the largest relative error, and whether all is finite.
     recoded: what changes of encoding cost, by module.
     """
 
@@ -37,4 +38,5 @@ class Job:
     cleaned: frozenset[str] = frozenset()
     filled: Mapping[str, Tensor] = field(default_factory=dict)
     losses: dict[str, float] = field(default_factory=dict)
+    rounding: dict[str, tuple[float, bool]] = field(default_factory=dict)
     recoded: Mapping[str, Loss] = field(default_factory=dict)

@@ -14,6 +14,7 @@ from transcode.fold import scaled
 from transcode.header import TensorInfo
 from transcode.inputs import divides, input_factor
 from transcode.job import Job
+from transcode.kernels._decode import bf16, rounded
 from transcode.module import Module
 from transcode.output import Output, Recipe
 from transcode.outputs import KEPT, SCALARS, base_of
@@ -100,7 +101,7 @@ def value(recipe: Recipe, module: Module, dtype: str, job: Job) -> Tensor:
     """One module's part in the dtype that is stored, in its logical shape."""
     role, leaf = recipe.role, recipe.leaf
     if leaf is None:
-        return decoded(module, job).to(DTYPES[dtype])
+        return _narrowed(module, dtype, job)
     match role:
         case Role.GLOBAL | Role.INPUT:
             return _scalar(module, role, leaf, job).to(DTYPES[dtype])
@@ -216,8 +217,8 @@ def _cast(value: Tensor, info: TensorInfo, dtype: str) -> Tensor:
     return cast
 
 
-def decoded(module: Module, job: Job) -> Tensor:
-    """`[N, K]` float32."""
+def quantised(module: Module, job: Job) -> QuantTensor:
+    """A module's matrix as it is meant: with scales as they are unified."""
     unified, read = job.unified, job.read
     factor = unified.g.get(module.name)
     if factor is not None and unified.scalars[module.name].zero:
@@ -234,7 +235,17 @@ def decoded(module: Module, job: Job) -> Tensor:
     codes = read.tensor(module.codes)
     if module.name in unified.requantised:
         codes = requantised(codes, unified.requantised[module.name])
-    return QuantTensor(module.encoding, codes, scales, factor, module.block).dequantize()
+    return QuantTensor(module.encoding, codes, scales, factor, module.block)
+
+
+def _narrowed(module: Module, dtype: str, job: Job) -> Tensor:
+    """A module decoded to float32 and rounded to a dtype; what that lost is kept."""
+    of = quantised(module, job)
+    made = bf16(of) if dtype == "BF16" else None
+    if made is None:
+        made = rounded(of.dequantize(), DTYPES[dtype])
+    job.rounding[module.name] = made.worst, made.finite
+    return made.value
 
 
 def loss(output: Output, job: Job) -> float:
@@ -245,14 +256,11 @@ def loss(output: Output, job: Job) -> float:
     if output.name not in job.losses:
         worst = 0.0
         for module in recipe.modules:
-            exact = decoded(module, job)
-            if not exact.isfinite().all():
+            if module.name not in job.rounding:
+                _narrowed(module, output.dtype, job)
+            lost, finite = job.rounding[module.name]
+            worst = max(worst, lost)
+            if not finite:
                 job.losses[module.name] = math.inf  # NaN or infinite, as the source says
-                exact = exact.nan_to_num(0.0, 0.0, 0.0)
-            error = (exact.to(DTYPES[output.dtype]).float() - exact).abs()
-            normal = exact.abs() >= torch.finfo(torch.float32).tiny
-            worst = max(
-                worst, float((error[normal] / exact[normal].abs()).max()) if normal.any() else 0
-            )
         job.losses[output.name] = worst
     return job.losses[output.name]
