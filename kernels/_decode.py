@@ -97,7 +97,9 @@ def _worst(errors: Tensor, codes: Tensor, which: Tensor, tile: tuple[int, int]) 
     for bound, scale in zip(bounds.tolist(), scales.tolist(), strict=True):
         if bound <= worst:
             break
-        for there in _under(scale, codes, which, tile).split(1 << 10):
+        rows = _under(scale, codes, which, tile)
+        for first in range(0, len(rows), 1 << 10):
+            there = rows[first : first + (1 << 10)]
             if worst < bound and there.numel():
                 code = there.flatten().int() & errors.shape[1] - 1
                 worst = max(worst, float(errors[scale][code].max()))
